@@ -1,0 +1,1 @@
+"""Punica operators over tensors: the LoRA part of a step whose tokens use different adapters."""

@@ -1,0 +1,1 @@
+"""LoRA inside any torch.nn.Module, with many adapters in one forward pass."""

@@ -1,0 +1,1 @@
+"""Serves one base model and many LoRA adapters over an OpenAI-compatible API."""

@@ -1,0 +1,1 @@
+"""Reads, checks, packs and converts LoRA adapters."""
