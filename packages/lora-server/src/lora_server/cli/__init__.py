@@ -1,0 +1,1 @@
+"""The `lora-server` command. Nothing here loads torch before a command needs it."""

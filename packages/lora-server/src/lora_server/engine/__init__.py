@@ -1,0 +1,1 @@
+"""The engine: schedule, lease, forward, sample, emit. Knows nothing of HTTP."""

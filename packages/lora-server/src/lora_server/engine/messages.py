@@ -1,0 +1,68 @@
+"""What the engine thread says to those who wait for a request.
+
+Every message belongs to one request. The stream of a request ends after `n` outputs with a
+`finish_reason`, or after one `RequestFailed`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended; the values are the OpenAI API's where it has one."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability of one token, natural logarithm, before temperature and penalties."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    """1 for the most likely token of the vocabulary."""
+    top: tuple[tuple[int, float], ...] = ()
+    """(token id, log-probability) of the most likely tokens, best first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceOutput:
+    """New tokens of one continuation of a request."""
+
+    request_id: str
+    index: int
+    """Which of the request's `n` continuations."""
+    token_ids: tuple[int, ...]
+    """Tokens generated since the last message; the ending token is included."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """One for each of `token_ids` when asked for."""
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    """The end or stop token that ended the sequence, which is also the last of `token_ids`."""
+    num_cached_tokens: int = 0
+    """Prompt tokens whose KV came from the prefix cache."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptLogprobs:
+    """Log-probabilities of the prompt: entry i is for prompt token i + 1. Sent once, first."""
+
+    request_id: str
+    logprobs: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestFailed:
+    """The request ended without an answer."""
+
+    request_id: str
+    error: Exception
+    """A `ServerError`; what the caller is told follows from its class."""
+
+
+EngineOutput = SequenceOutput | PromptLogprobs | RequestFailed

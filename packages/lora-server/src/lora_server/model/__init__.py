@@ -1,0 +1,1 @@
+"""The base model: loading, attention over paged keys and values, families as data."""
