@@ -1,1 +1,35 @@
-"""Punica operators over tensors: the LoRA part of a step whose tokens use different adapters."""
+"""Punica operators: the LoRA part of a step whose tokens use different adapters.
+
+Knows nothing of adapters, files, requests or models: tensors, slots and tokens only.
+"""
+
+from __future__ import annotations
+
+from lora_kernels.backend import Backend
+from lora_kernels.embedding import embedding_lora_
+from lora_kernels.errors import (
+    BackendUnavailableError,
+    KernelArgumentError,
+    KernelError,
+    UnsupportedShapeError,
+)
+from lora_kernels.ops import apply_lora_, expand_, shrink
+from lora_kernels.routing import Routing, Segment, build_routing, route_tokens
+from lora_kernels.weights import StackedWeights
+
+__all__ = [
+    "Backend",
+    "BackendUnavailableError",
+    "KernelArgumentError",
+    "KernelError",
+    "Routing",
+    "Segment",
+    "StackedWeights",
+    "UnsupportedShapeError",
+    "apply_lora_",
+    "build_routing",
+    "embedding_lora_",
+    "expand_",
+    "route_tokens",
+    "shrink",
+]

@@ -1,0 +1,130 @@
+"""shrink, expand_ and apply_lora_: formula, checks, and the choice of the backend.
+
+Letters: `T` tokens, `E` entries, `N` slots, `R` max rank, `I` in, `O` out, `P` slices.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from lora_kernels._aten import linear as aten
+from lora_kernels.backend import Backend
+from lora_kernels.checks import check_buffer, check_pairing, check_rows
+from lora_kernels.reference import linear as reference
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lora_kernels.routing import Routing
+    from lora_kernels.weights import StackedWeights
+
+
+def shrink(
+    x: Tensor, weights: StackedWeights, routing: Routing, *, backend: Backend = Backend.ATEN
+) -> Tensor:
+    """Project each entry's token to its adapter's rank.
+
+    Semantics: `v[p, e, :r] = lora_a[p][slot[e], :r] @ x[token[e]]` with `r` the true rank of the
+    slot's slice `p`; `v[p, e, r:] = 0`. Scales are not applied here.
+
+    With many entries a segment this is SGMV (prefill), with one or two it is BGMV (decode); the
+    operator is the same. Products and sums are in float32 whatever the dtypes.
+
+    Args:
+        x: activations, `[T, I]`, any strides.
+        weights: the module's slots.
+        routing: the step's entries.
+        backend: the implementation.
+
+    Returns:
+        `[P, E, R]` float32. Without entries `[P, 0, R]`.
+
+    Raises:
+        UnsupportedShapeError: `x` is not `[T, I]`.
+        KernelArgumentError: slots, dtypes or devices do not fit together.
+    """
+    check_pairing("shrink", routing, weights)
+    check_rows("shrink", "x", x, routing, weights.in_features, weights)
+    if routing.is_empty:
+        return x.new_empty((weights.num_slices, 0, weights.max_rank), dtype=torch.float32)
+    module = reference if backend is Backend.REFERENCE else aten
+    return module.shrink(x, weights, routing)
+
+
+def expand_(
+    y: Tensor,
+    v: Tensor,
+    weights: StackedWeights,
+    routing: Routing,
+    *,
+    backend: Backend = Backend.ATEN,
+) -> Tensor:
+    """Add each entry's output to its token's row, in place.
+
+    Semantics: `y[token[e], off_p : off_p + O_p] += scale[e] * lora_b[p][slot[e], :, :r] @ v[p, e, :r]`
+    with `off_p` the sum of the widths before slice `p`. Slices may have different widths; an
+    absent slice adds nothing. The sum over all entries of a token is in float32 and rounded to
+    the dtype of `y` once. Rows of tokens without entry are neither read nor written.
+
+    Args:
+        y: base output, `[T, sum O_p]`, written in place; rows may be strided.
+        v: result of `shrink`, `[P, E, R]` float32.
+        weights: the module's slots.
+        routing: the step's entries.
+        backend: the implementation.
+
+    Returns:
+        `y`.
+
+    Raises:
+        UnsupportedShapeError: `y` or `v` has another shape.
+        KernelArgumentError: slots, dtypes or devices do not fit together.
+    """
+    check_pairing("expand_", routing, weights)
+    check_rows("expand_", "y", y, routing, weights.total_out_features, weights)
+    check_buffer("expand_", v, routing, weights)
+    if routing.is_empty:
+        return y
+    module = reference if backend is Backend.REFERENCE else aten
+    return module.expand_(y, v, weights, routing)
+
+
+def apply_lora_(
+    y: Tensor,
+    x: Tensor,
+    weights: StackedWeights,
+    routing: Routing,
+    *,
+    backend: Backend = Backend.ATEN,
+) -> Tensor:
+    """Add the LoRA part of a (packed) linear module, in place: `expand_` of `shrink`.
+
+    Semantics: `y[token[e], off_p : off_p + O_p] += scale[e] * B_p @ (A_p @ x[token[e]])` with
+    `A_p = lora_a[p][slot[e], :r]` and `B_p = lora_b[p][slot[e], :, :r]`.
+
+    Rows of tokens without entry stay bit for bit as they are. A slot that no entry names never
+    reaches an output, whatever it holds.
+
+    Args:
+        y: base output, `[T, sum O_p]`, written in place; rows may be strided.
+        x: activations, `[T, I]`, any strides.
+        weights: the module's slots.
+        routing: the step's entries.
+        backend: the implementation.
+
+    Returns:
+        `y`.
+
+    Raises:
+        UnsupportedShapeError: `y` or `x` has another shape.
+        KernelArgumentError: slots, dtypes or devices do not fit together.
+    """
+    check_pairing("apply_lora_", routing, weights)
+    check_rows("apply_lora_", "x", x, routing, weights.in_features, weights)
+    check_rows("apply_lora_", "y", y, routing, weights.total_out_features, weights)
+    if routing.is_empty:
+        return y
+    module = reference if backend is Backend.REFERENCE else aten
+    return module.apply_lora_(y, x, weights, routing)

@@ -1,0 +1,176 @@
+"""StackedWeights: the A and B factors of one (packed) module for all slots.
+
+Knows slots by number only: which adapter sits in which slot is the caller's business.
+
+Letters: `N` slots, `R` max rank, `I` in, `O` out, `P` slices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from lora_kernels.errors import KernelArgumentError, UnsupportedShapeError
+
+Pair = tuple[Tensor, Tensor]
+
+
+class StackedWeights:
+    """The slots of one module.
+
+    The storage is rank-major, `[R, P, N, I]` for A and `[R, N, O_p]` for each B, so that the first
+    `r` ranks of all slots are one contiguous matrix and a padded max rank costs nothing. `lora_a`
+    and `lora_b` are views of it in the usual order.
+    """
+
+    def __init__(self, a_storage: Tensor, b_storage: Sequence[Tensor]) -> None:
+        """Wrap a storage; use `allocate`.
+
+        Args:
+            a_storage: `[R, P, N, I]`, contiguous.
+            b_storage: `P` tensors `[R, N, O_p]`, contiguous, of one dtype and device with A.
+        """
+        self.a_storage = a_storage
+        self.b_storage = tuple(b_storage)
+        self.max_rank, self.num_slices, self.num_slots, self.in_features = a_storage.shape
+        self.out_features = tuple(b.shape[2] for b in b_storage)
+        self.lora_a = tuple(a_storage[:, p].transpose(0, 1) for p in range(self.num_slices))
+        self.lora_b = tuple(b.permute(1, 2, 0) for b in b_storage)
+        self.slot_ranks: list[tuple[int, ...]] = [(0,) * self.num_slices] * self.num_slots
+        ends = torch.tensor(self.out_features).cumsum(0).tolist()
+        self.out_ranges = tuple((e - o, e) for e, o in zip(ends, self.out_features, strict=True))
+
+    @classmethod
+    def allocate(
+        cls,
+        *,
+        num_slots: int,
+        max_rank: int,
+        in_features: int,
+        out_features: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> Self:
+        """Allocate zeros: `num_slots` empty slots.
+
+        Args:
+            num_slots: `N`.
+            max_rank: `R`, the largest rank `write_slot` takes.
+            in_features: `I`; the vocabulary size for an embedding.
+            out_features: `O_p` of each slice of the packed module; one for a plain one.
+            dtype: float32, float16 or bfloat16.
+            device: where the slots live.
+
+        Raises:
+            KernelArgumentError: a size is not positive, or the dtype is none of the three.
+        """
+        sizes = (num_slots, max_rank, in_features, *out_features)
+        if not out_features or min(sizes) < 1:
+            raise KernelArgumentError(
+                f"stacked weights: num_slots={num_slots}, max_rank={max_rank}, "
+                f"in_features={in_features}, out_features={list(out_features)}, "
+                "expected positive sizes and at least one slice"
+            )
+        if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise KernelArgumentError(
+                f"stacked weights: dtype is {dtype}, expected float32, float16 or bfloat16"
+            )
+        a_shape = (max_rank, len(out_features), num_slots, in_features)
+        b_shapes = [(max_rank, num_slots, out) for out in out_features]
+        return cls(
+            torch.zeros(a_shape, dtype=dtype, device=device),
+            [torch.zeros(shape, dtype=dtype, device=device) for shape in b_shapes],
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of all factors."""
+        return self.a_storage.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Of all factors."""
+        return self.a_storage.device
+
+    @property
+    def total_out_features(self) -> int:
+        """Width of the packed output, `sum O_p`."""
+        return self.out_ranges[-1][1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the storage of all slots."""
+        return self.a_storage.nbytes + sum(b.nbytes for b in self.b_storage)
+
+    def write_slot(self, slot: int, slices: Sequence[Pair | None]) -> None:
+        """Replace what a slot holds; nothing of its previous content remains.
+
+        Args:
+            slot: `0..N-1`.
+            slices: for each of the `P` slices `(lora_a [r, I], lora_b [O_p, r])` with
+                `1 <= r <= R`, cast to the dtype of the storage, or `None` for a slice that the
+                adapter does not touch. Ranks may differ between slices.
+
+        Raises:
+            KernelArgumentError: the slot is out of range or the number of slices is wrong.
+            UnsupportedShapeError: a pair has another shape; all such slices are named. The slot
+                is unchanged then.
+        """
+        self._check_slot(slot)
+        if len(slices) != self.num_slices:
+            raise KernelArgumentError(
+                f"write_slot: {len(slices)} slices given, expected {self.num_slices}"
+            )
+        problems = [p for i, pair in enumerate(slices) for p in self._pair_problems(i, pair)]
+        if problems:
+            raise UnsupportedShapeError(f"write_slot: {'; '.join(problems)}")
+        self.reset_slot(slot)
+        for i, pair in enumerate(slices):
+            if pair is not None:
+                rank = pair[0].shape[0]
+                self.lora_a[i][slot, :rank].copy_(pair[0])
+                self.lora_b[i][slot, :, :rank].copy_(pair[1])
+        self.slot_ranks[slot] = tuple(0 if pair is None else pair[0].shape[0] for pair in slices)
+
+    def reset_slot(self, slot: int) -> None:
+        """Empty a slot: zeros everywhere, every slice absent.
+
+        Raises:
+            KernelArgumentError: the slot is out of range.
+        """
+        self._check_slot(slot)
+        self.slot_ranks[slot] = (0,) * self.num_slices
+        self.a_storage[:, :, slot].zero_()
+        for b in self.b_storage:
+            b[:, slot].zero_()
+
+    def _check_slot(self, slot: int) -> None:
+        if not 0 <= slot < self.num_slots:
+            raise KernelArgumentError(f"slot is {slot}, expected 0..{self.num_slots - 1}")
+
+    def _pair_problems(self, index: int, pair: Pair | None) -> list[str]:
+        if pair is None:
+            return []
+        lora_a, lora_b = pair
+        out = self.out_features[index]
+        rank = lora_a.shape[0] if lora_a.ndim > 0 else 0
+        expected = [rank, self.in_features], [out, rank]
+        found = list(lora_a.shape), list(lora_b.shape)
+        if found != expected:
+            return [
+                f"slice {index} is lora_a {found[0]} and lora_b {found[1]}, "
+                f"expected [r, {self.in_features}] and [{out}, r]"
+            ]
+        if not 1 <= rank <= self.max_rank:
+            return [f"slice {index} has rank {rank}, expected 1..{self.max_rank}"]
+        return []
+
+    def __repr__(self) -> str:
+        return (
+            f"StackedWeights(num_slots={self.num_slots}, max_rank={self.max_rank}, "
+            f"in_features={self.in_features}, out_features={list(self.out_features)}, "
+            f"dtype={self.dtype}, device='{self.device}')"
+        )
