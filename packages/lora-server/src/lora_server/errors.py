@@ -21,7 +21,10 @@ HTTP statuses and OpenAI's error shape are known to `lora_server.http.errors` on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class ServerError(Exception):
