@@ -1,0 +1,382 @@
+"""The adapters by name: which version each name stands for, and how names come and go.
+
+Belongs to the event loop's thread; the versions themselves belong to the engine. A version is
+retired in the engine once no name stands for it and no request that chose it is unfinished.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from lora_cache import CacheError, Residency
+
+from lora_server.errors import (
+    AdapterAlreadyLoadedError,
+    DigestMismatchError,
+    InvalidAdapterRequestError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    StartupError,
+    UnknownAdapterError,
+)
+from lora_server.lora_modules import LoraModule, adapter_name_problem
+
+from .loader import AdapterLoader, ReadAdapter
+from .paths import AdapterRoots
+
+if TYPE_CHECKING:
+    from lora_server.engine.admission import AdapterAdmission
+    from lora_server.engine.driver import Engine
+    from lora_server.engine.step import EngineCore
+
+_log = logging.getLogger(__name__)
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterEntry:
+    """One name and the version it stands for."""
+
+    name: str
+    digest: str
+    path: str
+    parent: str
+    rank: int
+    size_bytes: int
+    created_s: float
+    """Seconds since 1970 when this version was loaded under this name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterCard:
+    """What is told about one adapter."""
+
+    name: str
+    path: str
+    parent: str
+    digest: str
+    rank: int
+    residency: str
+    """`device`, `host` or `disk`."""
+    pinned: bool
+    size_bytes: int
+    created_s: float
+
+
+class AdapterCatalog:
+    """Names of the base model and of the adapters."""
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        loader: AdapterLoader | None,
+        roots: AdapterRoots,
+        base_names: Sequence[str],
+    ) -> None:
+        self._engine = engine
+        self._loader = loader
+        self._roots = roots
+        self.base_names = tuple(base_names)
+        self._entries: dict[str, AdapterEntry] = {}
+        self._holds: Counter[str] = Counter()
+        """Unfinished requests by digest, and names that stand for it."""
+        self._locks: dict[str, tuple[asyncio.Lock, int]] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Base names, then adapter names in the order of their first load."""
+        return (*self.base_names, *self._entries)
+
+    def is_base(self, name: str) -> bool:
+        """Whether `name` is one of the base model's, exactly."""
+        return name in self.base_names
+
+    def resolve(self, name: str) -> AdapterEntry:
+        """The version that a name stands for now.
+
+        Raises:
+            ModelNotFoundError: no adapter has exactly this name.
+        """
+        entry = self._entries.get(name)
+        if entry is None:
+            raise ModelNotFoundError(name, self.names)
+        return entry
+
+    @contextmanager
+    def hold(self, digests: Iterable[str]) -> Iterator[None]:
+        """Keep versions from being retired while a request that chose them is unfinished."""
+        held = tuple(digests)
+        self._holds.update(held)
+        try:
+            yield
+        finally:
+            for digest in held:
+                self._release(digest)
+
+    def load_static(self, modules: Sequence[LoraModule]) -> None:
+        """Load the adapters named at start. Blocks; call it before the service takes requests.
+
+        Raises:
+            StartupError: with the problems of all adapters.
+        """
+        problems: list[str] = []
+        for module in modules:
+            try:
+                found = self._require_loader().read(module.path)
+                self._engine.call(lambda core, found=found: _add(core, found)).result()
+            except Exception as error:  # noqa: BLE001 - every adapter's failure is listed
+                problems.append(f"adapter {module.name!r}: {error}")
+                continue
+            self._set_entry(module.name, found, module.base_model_name)
+        if problems:
+            raise StartupError(problems)
+
+    async def load(
+        self,
+        *,
+        name: str,
+        path: str,
+        load_inplace: bool = False,
+        pinned: bool = False,
+        expected_digest: str | None = None,
+    ) -> AdapterCard:
+        """Load an adapter from the disk; when this returns, the next request is served by it.
+
+        Args:
+            name: the new name, or with `load_inplace` one that is taken.
+            path: a folder below one of the roots.
+            load_inplace: replace the version the name stands for.
+            pinned: pin the adapter as well.
+            expected_digest: refuse unless the name stands for this version now.
+
+        Raises:
+            RequestError: one of its kinds, for every mistake of the caller's; the name then stands
+                for what it stood for before.
+        """
+        if problem := adapter_name_problem(name, self.base_names):
+            raise InvalidRequestError(problem, param="lora_name")
+        async with self._serialised(name):
+            self._check_current(name, load_inplace=load_inplace, expected_digest=expected_digest)
+            real = self._roots.resolve(path)
+            loader = self._require_loader()
+            loop = asyncio.get_running_loop()
+            found = await loop.run_in_executor(loader.threads, loader.read, real)
+            with self.hold([found.digest]):
+                await self._on_engine(lambda core: _add(core, found))
+                if pinned:
+                    await self._on_engine(lambda core: _pin(core, found.digest))
+                self._set_entry(name, found, None)
+        return await self.card(name)
+
+    async def unload(self, name: str) -> None:
+        """Forget a name at once; requests that chose it before finish.
+
+        Raises:
+            UnknownAdapterError: no adapter has exactly this name.
+        """
+        async with self._serialised(name):
+            entry = self._entry(name)
+            del self._entries[name]
+            self._release(entry.digest)
+            _log.info("Unloaded LoRA adapter %r digest=%s", name, entry.digest[:12])
+
+    async def pin(self, name: str) -> AdapterCard:
+        """Keep an adapter in its slot.
+
+        Raises:
+            UnknownAdapterError: no adapter has exactly this name.
+            InvalidRequestError: pins and running requests leave no slot for it.
+        """
+        async with self._serialised(name):
+            entry = self._entry(name)
+            await self._make_resident(entry)
+            await self._on_engine(lambda core: _pin(core, entry.digest))
+        return await self.card(name)
+
+    async def unpin(self, name: str) -> AdapterCard:
+        """Let an adapter be evicted again.
+
+        Raises:
+            UnknownAdapterError: no adapter has exactly this name.
+        """
+        async with self._serialised(name):
+            digest = self._entry(name).digest
+            await self._on_engine(lambda core: _unpin(core, digest))
+        return await self.card(name)
+
+    async def card(self, name: str) -> AdapterCard:
+        """One adapter's card.
+
+        Raises:
+            UnknownAdapterError: no adapter has exactly this name.
+        """
+        entry = self._entry(name)
+        states = await self._on_engine(lambda core: _states(core, [entry.digest]))
+        return _card(entry, states)
+
+    async def cards(self) -> list[AdapterCard]:
+        """The cards of all adapters, in the order of their first load."""
+        entries = list(self._entries.values())
+        if not entries:
+            return []
+        digests = [entry.digest for entry in entries]
+        states = await self._on_engine(lambda core: _states(core, digests))
+        return [_card(entry, states) for entry in entries]
+
+    def _entry(self, name: str) -> AdapterEntry:
+        entry = self._entries.get(name)
+        if entry is None:
+            raise UnknownAdapterError(
+                f"adapter {name!r} is not loaded; loaded are: {', '.join(self._entries) or 'none'}",
+                param="lora_name",
+            )
+        return entry
+
+    def _check_current(
+        self, name: str, *, load_inplace: bool, expected_digest: str | None
+    ) -> None:
+        """Refuse to take a name that is taken, or to replace a version nobody expected."""
+        current = self._entries.get(name)
+        if expected_digest is not None and (
+            current is None or current.digest != expected_digest
+        ):
+            found = "not loaded" if current is None else f"version {current.digest}"
+            raise DigestMismatchError(
+                f"adapter {name!r} is {found}, expected version {expected_digest}",
+                param="expected_digest",
+            )
+        if current is not None and not load_inplace:
+            raise AdapterAlreadyLoadedError(
+                f"adapter {name!r} is loaded (version {current.digest[:12]});"
+                " load_inplace replaces it",
+                param="lora_name",
+            )
+
+    def _set_entry(self, name: str, found: ReadAdapter, parent: str | None) -> None:
+        """Let the name stand for a version that the engine knows."""
+        before = self._entries.get(name)
+        if parent is None:
+            parent = self.base_names[0] if before is None else before.parent
+        self._entries[name] = AdapterEntry(
+            name=name,
+            digest=found.digest,
+            path=found.path,
+            parent=parent,
+            rank=found.rank,
+            size_bytes=found.size_bytes,
+            created_s=time.time(),
+        )
+        self._holds[found.digest] += 1
+        if before is not None:
+            self._release(before.digest)
+        _log.info(
+            "Loaded LoRA adapter %r digest=%s rank=%d bytes=%d seconds=%.3f",
+            name,
+            found.digest[:12],
+            found.rank,
+            found.size_bytes,
+            found.load_s,
+        )
+
+    def _release(self, digest: str) -> None:
+        self._holds[digest] -= 1
+        if self._holds[digest] == 0:
+            del self._holds[digest]
+            self._engine.call(lambda core: core.adapters and core.adapters.retire(digest))
+
+    def _require_loader(self) -> AdapterLoader:
+        if self._loader is None:
+            raise InvalidRequestError("the server was started with --no-enable-lora")
+        return self._loader
+
+    async def _on_engine(self, function: Callable[[EngineCore], R]) -> R:
+        try:
+            return await asyncio.wrap_future(self._engine.call(function))
+        except CacheError as error:
+            raise InvalidRequestError(str(error), param="lora_name") from error
+
+    async def _make_resident(self, entry: AdapterEntry) -> None:
+        """Bring a version back from the disk into the host tier."""
+        states = await self._on_engine(lambda core: _states(core, [entry.digest]))
+        if states[entry.digest].residency is not Residency.DISK:
+            return
+        loader = self._require_loader()
+        loop = asyncio.get_running_loop()
+        found = await loop.run_in_executor(loader.threads, loader.read, entry.path)
+        if found.digest != entry.digest:
+            raise InvalidAdapterRequestError(
+                f"{entry.path} now holds version {found.digest[:12]}, not {entry.digest[:12]}:"
+                " load it again under its name",
+                param="lora_name",
+            )
+        await self._on_engine(lambda core: _add(core, found))
+
+    @asynccontextmanager
+    async def _serialised(self, name: str) -> AsyncIterator[None]:
+        """One management call for a name at a time; a name nobody asks about leaves no lock."""
+        lock, users = self._locks.get(name, (asyncio.Lock(), 0))
+        self._locks[name] = (lock, users + 1)
+        try:
+            async with lock:
+                yield
+        finally:
+            lock, users = self._locks[name]
+            if users == 1:
+                del self._locks[name]
+            else:
+                self._locks[name] = (lock, users - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    residency: Residency
+    is_pinned: bool
+
+
+def _admission(core: EngineCore) -> AdapterAdmission:
+    if core.adapters is None:
+        raise InvalidRequestError("the server was started with --no-enable-lora")
+    return core.adapters
+
+
+def _add(core: EngineCore, found: ReadAdapter) -> None:
+    _admission(core).add(found.digest, found.prepared, found.path)
+
+
+def _pin(core: EngineCore, digest: str) -> None:
+    _admission(core).manager.pin(digest)
+
+
+def _unpin(core: EngineCore, digest: str) -> None:
+    manager = _admission(core).manager
+    if digest in manager:
+        manager.unpin(digest)
+
+
+def _states(core: EngineCore, digests: Iterable[str]) -> dict[str, _State]:
+    manager = _admission(core).manager
+    return {d: _State(manager.residency(d), manager.is_pinned(d)) for d in digests}
+
+
+def _card(entry: AdapterEntry, states: Mapping[str, _State]) -> AdapterCard:
+    state = states[entry.digest]
+    return AdapterCard(
+        name=entry.name,
+        path=entry.path,
+        parent=entry.parent,
+        digest=entry.digest,
+        rank=entry.rank,
+        residency=state.residency.value,
+        pinned=state.is_pinned,
+        size_bytes=entry.size_bytes,
+        created_s=entry.created_s,
+    )

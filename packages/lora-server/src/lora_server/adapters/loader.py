@@ -1,0 +1,126 @@
+"""Reads, checks and packs adapters beside the running steps.
+
+Knows nothing of names: what comes in is a folder, what goes out is ready for the host tier.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lora_layers import AdapterMismatchError
+from lora_weights import (
+    AdapterNotFoundError,
+    InvalidAdapterError,
+    SourceError,
+    UnsafeFormatError,
+    load_adapter,
+)
+
+from lora_server.errors import InvalidAdapterRequestError, RequestError, UnknownAdapterError
+
+if TYPE_CHECKING:
+    import torch
+    from lora_layers import LoraModelManager, PreparedAdapter
+
+    from lora_server.engine.driver import Engine
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadAdapter:
+    """An adapter that has been read and fits the model."""
+
+    digest: str
+    rank: int
+    size_bytes: int
+    path: str
+    prepared: PreparedAdapter
+    load_s: float
+    """Seconds for reading, checking and packing."""
+
+
+class AdapterLoader:
+    """Turns folders into adapters on threads of its own."""
+
+    def __init__(
+        self,
+        manager: LoraModelManager,
+        *,
+        dtype: torch.dtype,
+        max_rank: int,
+        num_threads: int = 1,
+    ) -> None:
+        self._manager = manager
+        self._dtype = dtype
+        self._max_rank = max_rank
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="adapter-load")
+
+    @property
+    def threads(self) -> ThreadPoolExecutor:
+        """Where reads run."""
+        return self._threads
+
+    def read(self, path: str | Path) -> ReadAdapter:
+        """Read one adapter; blocks, so call it on `threads`.
+
+        Raises:
+            UnknownAdapterError: there is no adapter in that folder.
+            InvalidAdapterRequestError: there is one, and it cannot be served; `details` says all
+                the reasons.
+        """
+        start = time.perf_counter()
+        try:
+            adapter = load_adapter(path, dtype=self._dtype, max_rank=self._max_rank)
+            prepared = self._manager.prepare(adapter)
+        except (AdapterNotFoundError, SourceError) as error:
+            raise UnknownAdapterError(str(error), param="lora_path") from error
+        except (InvalidAdapterError, AdapterMismatchError) as error:
+            details = [str(problem) for problem in error.problems]
+            raise InvalidAdapterRequestError(
+                f"the adapter in {path} cannot be served: {'; '.join(details)}",
+                param="lora_path",
+                details=details,
+            ) from error
+        except UnsafeFormatError as error:
+            raise InvalidAdapterRequestError(
+                str(error), param="lora_path", details=[str(error)]
+            ) from error
+        return ReadAdapter(
+            digest=adapter.digest,
+            rank=adapter.rank,
+            size_bytes=prepared.nbytes,
+            path=str(path),
+            prepared=prepared,
+            load_s=time.perf_counter() - start,
+        )
+
+    def refetch(self, engine: Engine, digest: str, path: str) -> None:
+        """Read a known adapter again, for requests that wait for it; returns at once."""
+        self._threads.submit(self._refetch, engine, digest, path)
+
+    def _refetch(self, engine: Engine, digest: str, path: str) -> None:
+        result: PreparedAdapter | Exception
+        try:
+            found = self.read(path)
+            if found.digest == digest:
+                result = found.prepared
+            else:
+                result = RequestError(
+                    f"{path} now holds version {found.digest[:12]}, not {digest[:12]}:"
+                    " load it again under its name"
+                )
+        except Exception as error:  # noqa: BLE001 - whatever it is, the waiting requests are told
+            result = error
+        engine.call(
+            lambda core: core.adapters and core.adapters.finish_fetch(digest, result)
+        )
+
+    def close(self) -> None:
+        """Drop what has not begun; a read in progress ends by itself."""
+        self._threads.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,57 @@
+"""Where adapters may be loaded from while the service runs.
+
+A path is followed through links and `..` first and compared afterwards, so that neither can lead
+out of a root.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from lora_server.errors import PathNotAllowedError, RuntimeLoadingDisabledError
+
+
+class AdapterRoots:
+    """The folders below which `POST /v1/load_lora_adapter` may read."""
+
+    def __init__(self, roots: Sequence[str]) -> None:
+        self._roots = tuple(Path(root).expanduser().resolve() for root in roots)
+
+    def resolve(self, path: str) -> Path:
+        """The real folder a client's path leads to; it need not exist.
+
+        A relative path is tried below each root in turn, then from the working folder.
+
+        Raises:
+            RuntimeLoadingDisabledError: no root is configured.
+            PathNotAllowedError: the folder lies outside every root.
+        """
+        if not self._roots:
+            raise RuntimeLoadingDisabledError(
+                "adapters cannot be loaded over HTTP: the server was started without --adapter-root"
+                " or --lora-dir",
+                param="lora_path",
+            )
+        if "\0" in path:
+            raise PathNotAllowedError("the path holds a NUL character", param="lora_path")
+        given = Path(path.removeprefix("file://")).expanduser()
+        candidates = [given] if given.is_absolute() else [r / given for r in self._roots]
+        candidates.append(Path.cwd() / given)
+        allowed = [real for real in map(_real, candidates) if self._is_below_root(real)]
+        if not allowed:
+            raise PathNotAllowedError(
+                f"{path!r} lies outside the folders that adapters may be loaded from",
+                param="lora_path",
+            )
+        return next((real for real in allowed if real.exists()), allowed[0])
+
+    def _is_below_root(self, real: Path) -> bool:
+        return any(real.is_relative_to(root) for root in self._roots)
+
+
+def _real(path: Path) -> Path:
+    try:
+        return path.resolve()
+    except (OSError, RuntimeError) as error:  # a loop of links
+        raise PathNotAllowedError(f"{path.name!r}: {error}", param="lora_path") from error

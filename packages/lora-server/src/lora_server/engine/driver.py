@@ -1,0 +1,216 @@
+"""The engine thread, and the one way to talk to it.
+
+The thread owns the model, the KV pool and the adapter tiers; everybody else sends it messages and
+gets messages back. Streams are delivered to the event loop that asked, once a step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
+from typing import TypeVar
+
+import torch
+
+from lora_server.errors import EngineError, NotReadyError
+
+from .messages import EngineOutput, RequestFailed, SequenceOutput
+from .request import GenerationRequest
+from .step import EngineCore, EngineStats
+
+_log = logging.getLogger(__name__)
+
+R = TypeVar("R")
+
+_IDLE_WAIT_S = 0.02
+"""How long the thread sleeps when requests wait but none may run yet; a message wakes it."""
+
+_Command = Callable[[], None]
+
+
+class _Stream:
+    """Where the outputs of one request go."""
+
+    __slots__ = ("loop", "num_open", "queue")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, num_open: int) -> None:
+        self.loop = loop
+        self.queue: asyncio.Queue[EngineOutput] = asyncio.Queue()
+        self.num_open = num_open
+        """Continuations that have not ended."""
+
+
+class Engine:
+    """Runs an `EngineCore` on a thread of its own.
+
+    `generate`, `call` and `stats` may be used from any thread (`generate` from an event loop).
+    """
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+        self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
+        self._streams: dict[str, _Stream] = {}
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._is_stopping = False
+        self._is_draining = False
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of prompt and answer together."""
+        return self._core.max_model_len
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End every request, then the thread; returns when it has ended."""
+        self.begin_shutdown()
+        self._post(self._stop)
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def begin_shutdown(self) -> None:
+        """Refuse new requests and end the running ones, whose streams close with `abort`."""
+        self._is_draining = True
+        self._post(self._abort_all)
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[EngineOutput]:
+        """Run a request and yield its outputs as they come.
+
+        Closing the iterator early aborts the request and frees its KV blocks and its lease.
+
+        Raises:
+            NotReadyError: the service is shutting down.
+        """
+        if self._is_draining:
+            raise NotReadyError("the service is shutting down")
+        stream = _Stream(asyncio.get_running_loop(), request.n)
+        self._post(lambda: self._submit(request, stream))
+        try:
+            while stream.num_open:
+                output = await stream.queue.get()
+                stream.num_open -= _num_ended(output, stream.num_open)
+                yield output
+        finally:
+            if stream.num_open:
+                self._post(lambda: self._abort(request.request_id))
+
+    def call(self, function: Callable[[EngineCore], R]) -> Future[R]:
+        """Run a function on the engine thread between two steps."""
+        future: Future[R] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(function(self._core))
+            except BaseException as error:  # noqa: BLE001 - it is the caller's to handle
+                future.set_exception(error)
+
+        self._post(run)
+        return future
+
+    def stats(self) -> EngineStats:
+        """Numbers of this moment, taken between two steps."""
+        return self.call(EngineCore.stats).result()
+
+    def _post(self, command: _Command) -> None:
+        self._inbox.put(command)
+
+    # -- below: the engine thread ----------------------------------------------------------------
+
+    def _run(self) -> None:
+        with torch.inference_mode():
+            while not self._is_stopping:
+                self._take_commands()
+                if not self._is_stopping and self._core.has_work:
+                    self._step()
+
+    def _take_commands(self) -> None:
+        """Run what was sent; sleep when there is nothing to compute."""
+        if not self._core.has_work:
+            self._inbox.get()()
+        while not self._is_stopping:
+            try:
+                self._inbox.get_nowait()()
+            except queue.Empty:
+                return
+
+    def _step(self) -> None:
+        try:
+            outputs, is_idle = self._core.step()
+        except Exception as error:
+            # Nothing is known about which request is at fault: all end, none is left hanging.
+            _log.exception("the engine failed outside a forward pass; ending all requests")
+            failed = EngineError(f"{type(error).__name__}: {error}")
+            self._deliver(
+                [
+                    RequestFailed(request_id=request_id, error=failed)
+                    for request_id in self._streams
+                ]
+            )
+            self._core.abort_all()
+            return
+        self._deliver(outputs)
+        if is_idle:
+            self._wait_for_command()
+
+    def _wait_for_command(self) -> None:
+        try:
+            self._inbox.get(timeout=_IDLE_WAIT_S)()
+        except queue.Empty:
+            return
+
+    def _submit(self, request: GenerationRequest, stream: _Stream) -> None:
+        self._streams[request.request_id] = stream
+        if self._is_draining:
+            error = NotReadyError("the service is shutting down")
+            self._deliver([RequestFailed(request_id=request.request_id, error=error)])
+            return
+        self._core.submit(request)
+
+    def _abort(self, request_id: str) -> None:
+        self._streams.pop(request_id, None)
+        self._core.abort(request_id)
+
+    def _abort_all(self) -> None:
+        self._deliver(self._core.abort_all())
+
+    def _stop(self) -> None:
+        self._is_stopping = True
+
+    def _deliver(self, outputs: Sequence[EngineOutput]) -> None:
+        """Hand the step's outputs to their event loops, one wake-up a loop."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, EngineOutput]]] = {}
+        for output in outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is not None:
+                by_loop.setdefault(stream.loop, []).append((stream, output))
+        for loop, batch in by_loop.items():
+            try:
+                loop.call_soon_threadsafe(_put_all, batch)
+            except RuntimeError:
+                _log.debug("an event loop closed before its outputs came")
+        self._forget_ended(outputs)
+
+    def _forget_ended(self, outputs: Sequence[EngineOutput]) -> None:
+        for output in outputs:
+            if not self._core.is_known(output.request_id):
+                self._streams.pop(output.request_id, None)
+
+
+def _put_all(batch: Sequence[tuple[_Stream, EngineOutput]]) -> None:
+    for stream, output in batch:
+        stream.queue.put_nowait(output)
+
+
+def _num_ended(output: EngineOutput, num_open: int) -> int:
+    """How many continuations of its request an output ends."""
+    if isinstance(output, RequestFailed):
+        return num_open
+    return int(isinstance(output, SequenceOutput) and output.finish_reason is not None)

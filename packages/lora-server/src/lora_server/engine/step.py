@@ -1,0 +1,352 @@
+"""One step: schedule, route, forward, sample, emit. The engine without its thread.
+
+A step that fails is tried again one sequence at a time, so that only the sequence at fault ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from lora_server.errors import EngineError
+from lora_server.model.load import LoadedModel
+
+from .admission import AdapterAdmission
+from .batch import LogitsRows, StepBatch, build_batch
+from .kv import BlockPool
+from .logprobs import token_logprobs
+from .messages import (
+    EngineOutput,
+    FinishReason,
+    PromptLogprobs,
+    RequestFailed,
+    SequenceOutput,
+)
+from .request import GenerationRequest
+from .sampler import SampledToken, Sampler, SamplerRow
+from .scheduler import ScheduledChunk, Scheduler, SchedulerLimits
+from .sequence import SequenceState
+
+if TYPE_CHECKING:
+    from lora_cache import CacheStats
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """Numbers of the engine at one moment; counters grow from the start."""
+
+    num_running: int
+    num_waiting: int
+    kv_blocks_total: int
+    kv_blocks_used: int
+    prefix_queries: int
+    """Prompt tokens looked up in the prefix cache."""
+    prefix_hits: int
+    """Prompt tokens found there."""
+    preemptions: int
+    prompt_tokens: int
+    generated_tokens: int
+    running_adapters: tuple[str, ...]
+    """Digests, sorted."""
+    waiting_adapters: tuple[str, ...]
+    """Digests, sorted."""
+    slots_total: int
+    slots_used: int
+    cache: CacheStats | None
+    """None when LoRA is switched off."""
+
+
+class EngineCore:
+    """All state of a running engine. Every method belongs to the engine thread."""
+
+    def __init__(
+        self,
+        *,
+        model: LoadedModel,
+        adapters: AdapterAdmission | None,
+        limits: SchedulerLimits,
+        pool: BlockPool,
+        max_model_len: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self.model = model
+        self.adapters = adapters
+        self.max_model_len = max_model_len
+        self.pool = pool
+        self.scheduler = Scheduler(limits=limits, pool=pool, adapters=adapters, clock=clock)
+        self._sampler = Sampler()
+        self._requests: dict[str, list[SequenceState]] = {}
+        self._prompt_tokens = 0
+        self._generated_tokens = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is unfinished."""
+        return self.scheduler.has_unfinished
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Queue a request."""
+        sequences: list[SequenceState] = []
+        for index in range(request.n):
+            sequence = SequenceState(request, index, _generator(request, index))
+            sequence.leader = sequences[0] if sequences and self.pool.keeps_prefixes else None
+            sequences.append(sequence)
+            self.scheduler.add(sequence)
+        self._requests[request.request_id] = sequences
+        self._prompt_tokens += len(request.prompt_token_ids)
+
+    def abort(self, request_id: str) -> list[EngineOutput]:
+        """End a request's unfinished sequences now; what it held is free on return."""
+        outputs: list[EngineOutput] = []
+        for sequence in self._requests.pop(request_id, []):
+            if not sequence.is_finished:
+                self.scheduler.finish(sequence)
+                outputs.append(
+                    SequenceOutput(
+                        request_id=request_id,
+                        index=sequence.index,
+                        token_ids=(),
+                        finish_reason=FinishReason.ABORT,
+                    )
+                )
+        return outputs
+
+    def abort_all(self) -> list[EngineOutput]:
+        """End every request."""
+        return [output for request_id in list(self._requests) for output in self.abort(request_id)]
+
+    def is_known(self, request_id: str) -> bool:
+        """Whether the request has an unfinished sequence."""
+        return request_id in self._requests
+
+    def step(self) -> tuple[list[EngineOutput], bool]:
+        """Run one step.
+
+        Returns:
+            What is new, and whether the step was idle: requests wait, but none could run.
+        """
+        outputs: list[EngineOutput] = []
+        for sequence, error in self.scheduler.take_failed():
+            outputs.extend(self._fail(sequence, error))
+        chunks = self.scheduler.schedule()
+        if chunks:
+            outputs.extend(self._run(chunks))
+        return outputs, not chunks
+
+    def stats(self) -> EngineStats:
+        """Numbers of this moment."""
+        scheduler = self.scheduler
+        cache = None if self.adapters is None else self.adapters.manager.stats()
+        return EngineStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            kv_blocks_total=self.pool.num_blocks,
+            kv_blocks_used=self.pool.num_used,
+            prefix_queries=scheduler.prefix_queries,
+            prefix_hits=scheduler.prefix_hits,
+            preemptions=scheduler.num_preemptions,
+            prompt_tokens=self._prompt_tokens,
+            generated_tokens=self._generated_tokens,
+            running_adapters=_digests(scheduler.running),
+            waiting_adapters=_digests(scheduler.waiting),
+            slots_total=0 if cache is None else cache.num_slots,
+            slots_used=0 if cache is None else cache.slots_used,
+            cache=cache,
+        )
+
+    def _run(self, chunks: Sequence[ScheduledChunk]) -> list[EngineOutput]:
+        """Compute the chunks; on an error each alone, so that it ends one sequence only."""
+        try:
+            return self._run_together(chunks)
+        except Exception as error:
+            if len(chunks) == 1:
+                sequence = chunks[0].sequence
+                _log.exception("request %s failed", sequence.request.request_id)
+                return self._fail(sequence, EngineError(f"{type(error).__name__}: {error}"))
+            _log.warning("a step of %d sequences failed: running each alone", len(chunks))
+        return [output for chunk in chunks for output in self._run_if_unfinished(chunk)]
+
+    def _run_if_unfinished(self, chunk: ScheduledChunk) -> list[EngineOutput]:
+        # An earlier chunk's failure may have ended this request too (its n > 1 siblings).
+        return [] if chunk.sequence.is_finished else self._run([chunk])
+
+    def _run_together(self, chunks: Sequence[ScheduledChunk]) -> list[EngineOutput]:
+        """Compute and sample; nothing of the sequences changes before both have succeeded."""
+        batch = build_batch(
+            chunks,
+            block_size=self.scheduler.limits.block_size,
+            device=self.model.device,
+        )
+        if self.adapters is not None:
+            self.adapters.manager.set_routing(batch.token_runs, batch.logits_runs)
+        logits = self.model.forward(
+            batch.input_ids, batch.position_ids, batch.attention, batch.logits_idx
+        )
+        sampled = self._sample(logits, batch)
+        for rows in batch.logits_rows:
+            self._score_prompt(logits, rows)
+        return self._advance(batch, sampled)
+
+    def _sample(self, logits: torch.Tensor, batch: StepBatch) -> dict[SequenceState, SampledToken]:
+        """Choose a token for each sequence whose last token was computed."""
+        wanted = [rows for rows in batch.logits_rows if rows.is_sampled and _wants_token(rows)]
+        if not wanted:
+            return {}
+        if len(wanted) != logits.shape[0]:
+            idx = [rows.first + rows.num_prompt_rows for rows in wanted]
+            logits = logits[torch.tensor(idx, device=logits.device)]
+        sequences = [rows.sequence for rows in wanted]
+        tokens = self._sampler.sample(logits, [self._sampler_row(s) for s in sequences])
+        return dict(zip(sequences, tokens, strict=True))
+
+    def _sampler_row(self, sequence: SequenceState) -> SamplerRow:
+        return SamplerRow(
+            sampling=sequence.sampling,
+            prompt_token_ids=sequence.request.prompt_token_ids,
+            output_token_ids=sequence.output_token_ids(),
+            generator=sequence.generator,
+            end_token_ids=self.model.end_token_ids,
+        )
+
+    def _score_prompt(self, logits: torch.Tensor, rows: LogitsRows) -> None:
+        """Add the log-probabilities of the prompt tokens that these rows predict."""
+        if not rows.num_prompt_rows:
+            return
+        sequence = rows.sequence
+        num_top = sequence.sampling.prompt_logprobs
+        assert num_top is not None
+        known = len(sequence.prompt_logprobs)
+        skipped = max(known - sequence.num_computed, 0)  # scored before a preemption
+        first = sequence.num_computed + skipped
+        count = rows.num_prompt_rows - skipped
+        if count <= 0:
+            return
+        row = rows.first + skipped
+        scored = token_logprobs(
+            logits[row : row + count],
+            sequence.token_ids[first + 1 : first + 1 + count],
+            num_top,
+        )
+        sequence.prompt_logprobs.extend(scored)
+
+    def _advance(
+        self,
+        batch: StepBatch,
+        sampled: dict[SequenceState, SampledToken],
+    ) -> list[EngineOutput]:
+        """Record what was computed and say what is new."""
+        outputs: list[EngineOutput] = []
+        for chunk in batch.chunks:
+            sequence = chunk.sequence
+            was_prefilling = sequence.is_prefilling
+            self._store(sequence, chunk.num_tokens)
+            if was_prefilling and not sequence.is_prefilling:
+                outputs.extend(_prompt_output(sequence))
+            if sequence in sampled:
+                outputs.append(self._append(sequence, sampled[sequence]))
+            elif sequence.num_pending == 0:
+                outputs.append(self._end(sequence, FinishReason.LENGTH))
+        return outputs
+
+    def _store(self, sequence: SequenceState, num_tokens: int) -> None:
+        """Count the tokens as computed and make full blocks findable."""
+        block_size = self.scheduler.limits.block_size
+        first = sequence.num_computed // block_size
+        sequence.num_computed += num_tokens
+        if self.pool.keeps_prefixes:
+            keys = sequence.keys_of_full_blocks(sequence.num_computed, block_size)
+            for i in range(first, len(keys)):
+                self.pool.remember(sequence.block_ids[i], keys[i])
+
+    def _append(self, sequence: SequenceState, token: SampledToken) -> SequenceOutput:
+        """Add a sampled token; end the sequence when it, or a limit, says so."""
+        sequence.token_ids.append(token.token_id)
+        self._generated_tokens += 1
+        reason, stop_token_id = self._finish_reason(sequence)
+        output = SequenceOutput(
+            request_id=sequence.request.request_id,
+            index=sequence.index,
+            token_ids=(token.token_id,),
+            logprobs=() if token.logprob is None else (token.logprob,),
+            finish_reason=reason,
+            stop_token_id=stop_token_id,
+            num_cached_tokens=sequence.num_cached_tokens,
+        )
+        if reason is not None:
+            self._finish(sequence)
+        return output
+
+    def _end(self, sequence: SequenceState, reason: FinishReason) -> SequenceOutput:
+        """End a sequence that generates nothing."""
+        self._finish(sequence)
+        return SequenceOutput(
+            request_id=sequence.request.request_id,
+            index=sequence.index,
+            token_ids=(),
+            finish_reason=reason,
+        )
+
+    def _finish_reason(self, sequence: SequenceState) -> tuple[FinishReason | None, int | None]:
+        sampling = sequence.sampling
+        token_id = sequence.token_ids[-1]
+        if sequence.num_generated >= sampling.min_tokens:
+            is_end = token_id in self.model.end_token_ids and not sampling.ignore_eos
+            if is_end or token_id in sampling.stop_token_ids:
+                return FinishReason.STOP, token_id
+        if sequence.num_generated >= sampling.max_tokens:
+            return FinishReason.LENGTH, None
+        if sequence.num_tokens >= self.max_model_len:
+            return FinishReason.LENGTH, None
+        return None, None
+
+    def _fail(self, sequence: SequenceState, error: Exception) -> list[EngineOutput]:
+        """End the whole request of a sequence with an error, once."""
+        request_id = sequence.request.request_id
+        if not sequence.is_finished:
+            self.scheduler.finish(sequence)
+        if request_id not in self._requests:
+            return []
+        self.abort(request_id)
+        return [RequestFailed(request_id=request_id, error=error)]
+
+    def _finish(self, sequence: SequenceState) -> None:
+        self.scheduler.finish(sequence)
+        request_id = sequence.request.request_id
+        if all(s.is_finished for s in self._requests.get(request_id, ())):
+            self._requests.pop(request_id, None)
+
+
+def _generator(request: GenerationRequest, index: int) -> torch.Generator | None:
+    """The continuation's own source of randomness; a greedy one needs none."""
+    if request.sampling.is_greedy:
+        return None
+    seed = request.sampling.seed
+    generator = torch.Generator()
+    generator.manual_seed((secrets.randbits(63) if seed is None else seed + index) % 2**63)
+    return generator
+
+
+def _digests(sequences: Sequence[SequenceState]) -> tuple[str, ...]:
+    return tuple(sorted({digest for s in sequences for digest in s.adapter_digests}))
+
+
+def _wants_token(rows: LogitsRows) -> bool:
+    return rows.sequence.sampling.max_tokens > rows.sequence.num_generated
+
+
+def _prompt_output(sequence: SequenceState) -> list[EngineOutput]:
+    """The prompt's log-probabilities, the first time the prompt is complete."""
+    if sequence.sampling.prompt_logprobs is None or sequence.index or sequence.num_generated:
+        return []
+    return [
+        PromptLogprobs(
+            request_id=sequence.request.request_id, logprobs=tuple(sequence.prompt_logprobs)
+        )
+    ]

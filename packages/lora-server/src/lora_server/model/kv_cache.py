@@ -1,0 +1,81 @@
+"""The paged key and value store of a model: one tensor a layer, cut into blocks of tokens.
+
+Which block belongs to which sequence is not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvShape:
+    """What one attention layer keeps for a token."""
+
+    num_kv_heads: int
+    head_dim: int
+    value_head_dim: int
+    """Equal to `head_dim` in every supported family; kept apart so that a difference is seen."""
+
+    def token_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of one token's key and value."""
+        return 2 * self.num_kv_heads * self.head_dim * dtype.itemsize
+
+
+class KvCache:
+    """Keys and values of every layer, `[num_blocks, block_size, 2, kv heads, head width]` each."""
+
+    def __init__(
+        self,
+        shapes: Sequence[KvShape],
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.layers = [
+            torch.zeros(
+                (num_blocks, block_size, 2, shape.num_kv_heads, shape.head_dim),
+                dtype=dtype,
+                device=device,
+            )
+            for shape in shapes
+        ]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all layers."""
+        return sum(layer.nbytes for layer in self.layers)
+
+    def write(
+        self, layer: int, token_slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """Store a step's keys and values.
+
+        Args:
+            layer: index of the attention layer.
+            token_slots: `[T]` int64, `block * block_size + offset` of each token.
+            key: `[T, kv heads, head width]`.
+            value: `[T, kv heads, head width]`.
+        """
+        store = self.layers[layer]
+        flat = store.view(-1, *store.shape[2:])
+        flat.index_copy_(0, token_slots, torch.stack((key, value), dim=1))
+
+    def read(self, layer: int, blocks: torch.Tensor) -> torch.Tensor:
+        """Copy out whole blocks.
+
+        Args:
+            layer: index of the attention layer.
+            blocks: `[M]` int64 block numbers.
+
+        Returns:
+            `[M, block_size, 2, kv heads, head width]`, a copy.
+        """
+        return self.layers[layer].index_select(0, blocks)

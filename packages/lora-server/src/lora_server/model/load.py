@@ -1,0 +1,167 @@
+"""A transformers causal language model, made ready for packed steps over paged keys and values.
+
+Knows nothing of adapters: the model manager wraps the module afterwards.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from lora_server.errors import StartupError
+
+from .attention import PagedAttention
+from .attention_step import AttentionStep
+from .kv_cache import KvCache, KvShape
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class LoadedModel:
+    """A model, its tokenizer, and what the engine must know of both."""
+
+    module: nn.Module
+    tokenizer: PreTrainedTokenizerBase
+    attention: PagedAttention
+    kv_shapes: tuple[KvShape, ...]
+    """One a layer."""
+    dtype: torch.dtype
+    device: torch.device
+    vocab_size: int
+    """Width of the logits."""
+    context_length: int
+    """Positions the model was made for."""
+    end_token_ids: frozenset[int]
+    """Tokens that end an answer."""
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """Bytes of keys and values a token takes over all layers."""
+        return sum(shape.token_bytes(self.dtype) for shape in self.kv_shapes)
+
+    def use_cache(self, cache: KvCache) -> None:
+        """Keep keys and values in `cache` from now on."""
+        self.attention.cache = cache
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        step: AttentionStep,
+        logits_idx: torch.Tensor,
+    ) -> torch.Tensor:
+        """Run one packed step.
+
+        Args:
+            input_ids: `[1, T]` int64.
+            position_ids: `[1, T]` int64.
+            step: which row belongs to which sequence.
+            logits_idx: `[S]` int64 rows whose logits are wanted; may be empty.
+
+        Returns:
+            `[S, vocabulary]` logits.
+        """
+        self.attention.step = step
+        output = self.module(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            use_cache=False,
+            logits_to_keep=logits_idx,
+        )
+        logits: torch.Tensor = output.logits
+        return logits[0]
+
+
+def load_model(path: str, *, dtype: str = "auto", device: str = "auto") -> LoadedModel:
+    """Load a checkpoint folder.
+
+    Args:
+        path: folder in transformers' layout (safetensors, config, tokenizer).
+        dtype: `auto` takes the checkpoint's; else `float32`, `bfloat16` or `float16`.
+        device: `auto` takes CUDA where there is one.
+
+    Raises:
+        StartupError: the folder is missing, holds no causal language model with a tokenizer, or
+            the model keeps a state that is not keys and values.
+    """
+    folder = Path(path).expanduser()
+    if not (folder / "config.json").is_file():
+        found = sorted(p.name for p in folder.iterdir())[:8] if folder.is_dir() else "no such folder"
+        raise StartupError([f"model {path}: expected a folder with a config.json, found {found}"])
+    target = torch.device(
+        ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    )
+    attention = PagedAttention()
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        module = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype="auto" if dtype == "auto" else getattr(torch, dtype),
+            attn_implementation=attention.name,
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise StartupError([f"model {path}: {error}"]) from error
+    module = module.to(target).eval().requires_grad_(requires_grad=False)
+    text_config = config.get_text_config()
+    return LoadedModel(
+        module=module,
+        tokenizer=tokenizer,
+        attention=attention,
+        kv_shapes=_probe_shapes(module, attention, text_config, target),
+        dtype=module.dtype,
+        device=target,
+        vocab_size=module.get_output_embeddings().weight.shape[0],
+        context_length=int(text_config.max_position_embeddings),
+        end_token_ids=_end_tokens(module, tokenizer),
+    )
+
+
+def _probe_shapes(
+    module: Any, attention: PagedAttention, config: PreTrainedConfig, device: torch.device
+) -> tuple[KvShape, ...]:
+    """Run one token through the model to see what each of its layers would keep."""
+    with torch.inference_mode():
+        one = torch.zeros((1, 1), dtype=torch.int64, device=device)
+        module(input_ids=one, position_ids=one, use_cache=False)
+    seen = attention.seen
+    num_layers = int(config.num_hidden_layers)
+    if sorted(seen) != list(range(num_layers)):
+        raise StartupError(
+            [
+                f"{type(module).__name__}: {len(seen)} of {num_layers} layers keep keys and values;"
+                " layers with another kind of state cannot be served"
+            ]
+        )
+    unequal = [i for i, shape in seen.items() if shape.head_dim != shape.value_head_dim]
+    if unequal:
+        raise StartupError(
+            [f"{type(module).__name__}: keys and values differ in width in layers {unequal}"]
+        )
+    return tuple(seen[i] for i in range(num_layers))
+
+
+def _end_tokens(module: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """End tokens named by the generation config, the model's config and the tokenizer."""
+    named = [
+        getattr(module.generation_config, "eos_token_id", None),
+        getattr(module.config, "eos_token_id", None),
+        tokenizer.eos_token_id,
+    ]
+    found: set[int] = set()
+    for value in named:
+        if isinstance(value, int):
+            found.add(value)
+        elif value is not None:
+            found.update(value)
+    return frozenset(found)
