@@ -127,6 +127,12 @@ def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "lora-server"
 
 
+def environment_without_options(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the variables for a child process that is to be told its options by flags only."""
+    variables = _variables(environ)
+    return {key: value for key, value in variables.items() if not key.startswith(ENV_PREFIX)}
+
+
 def suggest(name: str, known: Iterable[str]) -> str:
     """Return ", did you mean X?" when a known name is close, else an empty text."""
     close = difflib.get_close_matches(name, list(known), n=1)

@@ -1,0 +1,150 @@
+"""Runs a load test: warms up each model, sends the requests as planned, bounded in count and time.
+
+Knows nothing of how the answers are summed up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from lora_server.cli.bench.client import Answer, error_text, stream_completion
+from lora_server.errors import StartupError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from lora_server.cli.bench.workload import PlannedRequest
+
+_WARM_UP_TOKENS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadSettings:
+    """How requests are sent."""
+
+    base_url: str
+    """Address of the server, without `/v1`."""
+    api_key: str | None
+    max_concurrency: int
+    """Most requests in flight; at least 1."""
+    output_len: int
+    ignore_eos: bool
+    """Ask for exactly `output_len` tokens."""
+    timeout_s: float
+    """Bound on the whole test, warm-up included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadResult:
+    """All answers and how long the test took."""
+
+    answers: tuple[Answer, ...]
+    """One for each planned request; those cut off by the bound have an error."""
+    duration_s: float
+    """From the first request to the last answer, without the warm-up."""
+
+
+def open_client(settings: LoadSettings) -> httpx.AsyncClient:
+    """Return a client that is not slowed by pool limits or proxies."""
+    headers = {"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
+    return httpx.AsyncClient(
+        base_url=settings.base_url,
+        headers=headers,
+        timeout=httpx.Timeout(settings.timeout_s, connect=10.0),
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+        trust_env=False,
+    )
+
+
+async def first_model(client: httpx.AsyncClient) -> str:
+    """Return the first name of `/v1/models`, which is the base.
+
+    Raises:
+        StartupError: when the server cannot be reached or lists nothing.
+    """
+    try:
+        response = await client.get("/v1/models")
+    except httpx.HTTPError as error:
+        raise StartupError([f"{client.base_url} cannot be reached: {error}"]) from error
+    if response.status_code != httpx.codes.OK:
+        raise StartupError([f"/v1/models: {response.status_code}: {error_text(response.text)}"])
+    try:
+        return str(response.json()["data"][0]["id"])
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise StartupError(["/v1/models lists no model"]) from error
+
+
+async def warm_up(
+    client: httpx.AsyncClient, requests: Sequence[PlannedRequest], settings: LoadSettings
+) -> None:
+    """Send one short request for each model, so that every adapter is loaded before the test.
+
+    Raises:
+        StartupError: naming every model that does not answer.
+    """
+    by_model = {request.model: request for request in reversed(requests)}
+    problems = []
+    for model, request in by_model.items():
+        body = _body(request, min(settings.output_len, _WARM_UP_TOKENS), settings)
+        answer = await stream_completion(client, body)
+        if answer.error is not None:
+            problems.append(f"warm-up of {model!r} failed: {answer.error}")
+    if problems:
+        raise StartupError(problems)
+
+
+async def send_all(
+    client: httpx.AsyncClient,
+    requests: Sequence[PlannedRequest],
+    settings: LoadSettings,
+    *,
+    timeout_s: float,
+    on_answer: Callable[[], None],
+) -> LoadResult:
+    """Send every request no earlier than planned and collect the answers.
+
+    Args:
+        client: made by `open_client`.
+        requests: by arrival.
+        settings: how to send them.
+        timeout_s: after this many seconds the rest is given up.
+        on_answer: called after each answer, for progress.
+    """
+    gate = asyncio.Semaphore(settings.max_concurrency)
+    start = time.perf_counter()
+
+    async def send(request: PlannedRequest) -> Answer:
+        await asyncio.sleep(max(0.0, start + request.arrival_s - time.perf_counter()))
+        async with gate:
+            answer = await stream_completion(client, _body(request, settings.output_len, settings))
+        on_answer()
+        return answer
+
+    tasks = [asyncio.create_task(send(request)) for request in requests]
+    _, late = await asyncio.wait(tasks, timeout=timeout_s)
+    for task in late:
+        task.cancel()
+    await asyncio.gather(*late, return_exceptions=True)
+    duration = time.perf_counter() - start
+    cut = f"no answer within the {settings.timeout_s:g} s of --timeout"
+    answers = tuple(
+        Answer(model=request.model, error=cut) if task in late else task.result()
+        for task, request in zip(tasks, requests, strict=True)
+    )
+    return LoadResult(answers=answers, duration_s=duration)
+
+
+def _body(request: PlannedRequest, max_tokens: int, settings: LoadSettings) -> dict[str, Any]:
+    body: dict[str, Any] = {
+        "model": request.model,
+        "prompt": list(request.prompt),
+        "max_tokens": max_tokens,
+        "temperature": 0,
+    }
+    # OpenAI's own service refuses the field, so it is left out when it is not wanted
+    return {**body, "ignore_eos": True} if settings.ignore_eos else body

@@ -1,0 +1,77 @@
+"""The HTTP server's life: when it listens, and how it ends.
+
+uvicorn raises a signal again after it has shut down, which would turn Ctrl-C into an exit status of
+130 or a traceback; here a signal is an ordinary end. Knows nothing of what is served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from typing import TYPE_CHECKING, Protocol
+
+import uvicorn
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable
+    from types import FrameType
+
+    from fastapi import FastAPI
+
+    from lora_server.config import LogLevel
+
+_DRAIN_S = 5
+"""Seconds for streams to send their end after a signal."""
+_KEEP_ALIVE_S = 30
+"""Longer than the pauses of clients that reuse a connection."""
+
+
+class Endable(Protocol):
+    """The part of a service that the listener needs."""
+
+    @property
+    def app(self) -> FastAPI:
+        """The application."""
+
+    def begin_shutdown(self) -> None:
+        """End all running requests, so that their streams end."""
+
+
+class ServiceServer(uvicorn.Server):
+    """Listens for one service. The first signal ends its requests, the second one the wait."""
+
+    def __init__(self, service: Endable, *, log_level: LogLevel) -> None:
+        super().__init__(
+            uvicorn.Config(
+                service.app,
+                log_config=None,
+                access_log=log_level == "debug",
+                timeout_keep_alive=_KEEP_ALIVE_S,
+                timeout_graceful_shutdown=_DRAIN_S,
+            )
+        )
+        self._service = service
+        self.on_listening: Callable[[], None] | None = None
+        """Called on the server's thread as soon as connections are accepted."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to end, or stop waiting; unlike uvicorn's, forgets the signal afterwards."""
+        del frame
+        if self.should_exit and sig == signal.SIGINT:
+            self.force_exit = True
+        self.should_exit = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, then tell `on_listening`."""
+        await super().startup(sockets)
+        if not self.should_exit and self.on_listening is not None:
+            self.on_listening()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End the running requests, then wait for their connections for a few seconds."""
+        # on another thread: it may wait for the end of a step, and streams must flow meanwhile
+        ending = asyncio.create_task(asyncio.to_thread(self._service.begin_shutdown))
+        await super().shutdown(sockets)
+        if not self.force_exit:
+            await ending

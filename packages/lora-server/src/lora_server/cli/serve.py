@@ -1,0 +1,165 @@
+"""`lora-server serve`: builds the service, listens, warms up, and ends without losing an answer.
+
+Order: options, address, model and adapters, listening, warm-up. Knows nothing of what the service
+is made of.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import sys
+import threading
+from typing import TYPE_CHECKING, Protocol
+
+from lora_server.cli.arguments import add_config_flags, read_config
+from lora_server.errors import StartupError
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable, Sequence
+
+    from fastapi import FastAPI
+
+    from lora_server.config import ServerConfig
+    from lora_server.options import ResolvedConfig
+
+_logger = logging.getLogger(__name__)
+_USAGE = "lora-server serve MODEL [--lora-modules NAME=PATH ...] [options]"
+_EPILOG = (
+    "Every option can also be set by a variable, LORA_SERVER_MAX_LORAS for --max-loras, or in the "
+    "file of --config. The command line goes before variables, variables before the file."
+)
+
+
+class Service(Protocol):
+    """What is run: built by `lora_server.cli.build`, or by a test."""
+
+    @property
+    def app(self) -> FastAPI:
+        """The application; answers as soon as the server listens."""
+
+    def warm_up(self) -> None:
+        """Run the model once, then say that the service is ready. Called on its own thread."""
+
+    def begin_shutdown(self) -> None:
+        """End all running requests, so that their streams end. Returns without waiting."""
+
+    def close(self) -> None:
+        """Free what the service holds, after the last answer. Called once."""
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the command and its flags."""
+    parser = commands.add_parser(
+        "serve",
+        help="serve a base model and its adapters",
+        usage=_USAGE,
+        description="Serve MODEL, a folder or a name in the local hub cache, and its adapters.",
+        epilog=_EPILOG,
+        allow_abbrev=False,
+    )
+    add_config_flags(parser)
+    parser.set_defaults(run=run, takes_extras=True)
+
+
+def run(parsed: argparse.Namespace, extras: Sequence[str]) -> int:
+    """Serve until a signal and return 0; 1 when warm-up fails.
+
+    Raises:
+        StartupError: with everything that keeps the service from starting.
+    """
+    resolved = read_config(parsed, extras)
+
+    def build(config: ServerConfig) -> Service:
+        from lora_server.cli.build import build_service
+
+        return build_service(config)
+
+    return serve(resolved, build)
+
+
+def serve(resolved: ResolvedConfig, build: Callable[[ServerConfig], Service]) -> int:
+    """Build the service and serve it until SIGINT or SIGTERM.
+
+    Args:
+        resolved: the options and who set them, for the table at start.
+        build: makes the service; reports every problem in one `StartupError`.
+
+    Returns:
+        0 after a signal, 1 when warm-up failed.
+    """
+    config = resolved.config
+    _start_logging(config)
+    if _logger.isEnabledFor(logging.INFO):
+        from lora_server.cli.config_table import print_table
+
+        print_table(resolved)
+    for folder in resolved.skipped_folders:
+        _logger.warning("--lora-dir: %r has no adapter_config.json, skipped", folder)
+    listener = _bind(config.host, config.port)
+    with listener:
+        service = build(config)
+        try:
+            return _serve_until_signal(config, service, listener)
+        finally:
+            service.close()
+
+
+def _serve_until_signal(config: ServerConfig, service: Service, listener: socket.socket) -> int:
+    from lora_server.cli.listen import ServiceServer
+
+    failures: list[BaseException] = []
+    server = ServiceServer(service, log_level=config.log_level)
+
+    def warm_up() -> None:
+        try:
+            service.warm_up()
+        except Exception as error:
+            # the edge of this thread: whatever it is, it ends the server
+            _logger.exception("warm-up failed")
+            failures.append(error)
+            server.should_exit = True
+            return
+        host, port = listener.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        print(
+            f"Serving {config.base_names[0]} on http://{shown}:{port}", file=sys.stderr, flush=True
+        )
+
+    # a daemon: a second Ctrl-C does not wait for it
+    server.on_listening = threading.Thread(target=warm_up, name="warm-up", daemon=True).start
+    server.run(sockets=[listener])
+    return 1 if failures else 0
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """Take the address before the model is loaded; connections are refused until listening."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise StartupError([f"--host {host!r} --port {port}: {error}"]) from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise StartupError([f"cannot listen on {host}:{port}: {error.strerror}"]) from error
+    return listener
+
+
+def _start_logging(config: ServerConfig) -> None:
+    """Send all log lines to stderr in one form, those of the HTTP server too."""
+    logging.basicConfig(
+        level=config.log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+        force=True,
+    )
+    # one line for each call of an HTTP client is of use to somebody looking for a bug only
+    quiet = logging.NOTSET if config.log_level == "debug" else logging.WARNING
+    for name in ("httpx", "httpcore", "asyncio"):
+        logging.getLogger(name).setLevel(quiet)
