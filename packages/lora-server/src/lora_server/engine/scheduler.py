@@ -10,12 +10,40 @@ adapter that has held its slot longest makes room.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
-from .admission import AdapterAdmission
 from .kv import BlockPool
 from .sequence import SequenceState
+
+if TYPE_CHECKING:
+    from lora_cache import Lease
+
+
+class AdapterGate(Protocol):
+    """What the scheduler asks about adapters; `AdapterAdmission` answers."""
+
+    def prefetch(self, sequences: Iterable[SequenceState]) -> None:
+        """Start fetching what these sequences need, the first ones first."""
+
+    def failure(self, sequence: SequenceState) -> Exception | None:
+        """Why the sequence can never run, or None."""
+
+    def forget_failures(self) -> None:
+        """Let the next request for a failed adapter try again."""
+
+    def is_runnable(self, sequence: SequenceState) -> bool:
+        """Whether all its adapters are in the host tier."""
+
+    def can_admit(self, sequence: SequenceState) -> bool:
+        """Whether all its adapters fit in slots now, beside leased and pinned ones."""
+
+    def acquire(self, sequence: SequenceState) -> Lease[str] | None:
+        """Lease the slots of its adapters; None for a base request."""
+
+    def is_pinned(self, digest: str) -> bool:
+        """Whether the adapter must keep its slot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +75,7 @@ class Scheduler:
         *,
         limits: SchedulerLimits,
         pool: BlockPool,
-        adapters: AdapterAdmission | None,
+        adapters: AdapterGate | None,
         clock: Callable[[], float],
     ) -> None:
         self.limits = limits
@@ -63,6 +91,8 @@ class Scheduler:
         """Prompt tokens that were looked up in the prefix cache."""
         self.prefix_hits = 0
         """Prompt tokens that were found there."""
+        self._draining: str | None = None
+        """The adapter whose slot an overdue request waits for; it admits nothing new."""
         self._num_steps = 0
         self._num_arrivals = 0
 
@@ -106,7 +136,8 @@ class Scheduler:
         self._note_runnable()
         overdue = self._make_room_for_overdue()
         preemptions_before = self.num_preemptions
-        planned, budget = self._schedule_running()
+        # An overdue request starts now, even where running ones could use every token.
+        planned, budget = self._schedule_running(reserved=int(overdue is not None))
         if self.num_preemptions == preemptions_before:
             self._schedule_waiting(planned, budget, overdue)
         for sequence in planned:
@@ -124,32 +155,46 @@ class Scheduler:
                 sequence.runnable_since_s = now
 
     def _make_room_for_overdue(self) -> SequenceState | None:
-        """Drain slots for the request that has been passed over longest, when it is over the limit.
+        """Drain a slot for the request that has been passed over longest, if it is over the limit.
+
+        The victim admits nothing new from then on, and is preempted once each of its running
+        sequences has generated a token since it was admitted: however short the limit, whoever
+        gets a slot gets ahead.
 
         Returns:
-            That request, which must be admitted before the ones that made room.
+            The overdue request when there is room for it now; it must be admitted first.
         """
+        self._draining = None
+        overdue = self._overdue()
+        if overdue is None or self._adapters is None:
+            return None
+        while not self._adapters.can_admit(overdue):
+            victim = self._longest_held(overdue.adapter_digests)
+            if victim is None:
+                return None
+            users = [s for s in self.running if victim in s.adapter_digests]
+            if any(s.num_generated <= s.num_generated_before for s in users):
+                self._draining = victim
+                return None
+            for sequence in users:
+                self._preempt(sequence)
+        return overdue
+
+    def _overdue(self) -> SequenceState | None:
+        """The runnable request that has waited longest for slots, if over the limit."""
         if self._adapters is None:
             return None
         limit = self._clock() - self.limits.max_adapter_wait_s
-        overdue = [
-            s
-            for s in self.waiting
-            if s.runnable_since_s is not None
-            and s.runnable_since_s <= limit
-            and self._adapters.is_runnable(s)
-            and not self._adapters.can_admit(s)
-        ]
-        if not overdue:
-            return None
-        first = min(overdue, key=lambda s: (s.runnable_since_s, s.arrival))
-        while not self._adapters.can_admit(first):
-            victim = self._longest_held(first.adapter_digests)
-            if victim is None:
-                return None
-            for sequence in [s for s in self.running if victim in s.adapter_digests]:
-                self._preempt(sequence)
-        return first
+        found: SequenceState | None = None
+        for s in self.waiting:
+            since = s.runnable_since_s
+            if since is None or since > limit or not s.adapter_digests:
+                continue
+            if not self._adapters.is_runnable(s) or self._adapters.can_admit(s):
+                continue
+            if found is None or found.runnable_since_s is None or since < found.runnable_since_s:
+                found = s
+        return found
 
     def _longest_held(self, keep: frozenset[str]) -> str | None:
         """The unpinned adapter outside `keep` that a running sequence has held longest."""
@@ -161,9 +206,9 @@ class Scheduler:
                     since[digest] = min(since.get(digest, sequence.admitted_s), sequence.admitted_s)
         return min(since, key=since.__getitem__, default=None)
 
-    def _schedule_running(self) -> tuple[dict[SequenceState, int], int]:
+    def _schedule_running(self, *, reserved: int) -> tuple[dict[SequenceState, int], int]:
         """Give running sequences their turn; what each computes, and the budget that is left."""
-        budget = self.limits.max_num_batched_tokens
+        limit = budget = self.limits.max_num_batched_tokens - reserved
         planned: dict[SequenceState, int] = {}
         turns = sorted(self.running, key=lambda s: s.last_step)
         num_decoding = sum(s.num_pending == 1 for s in turns)
@@ -180,8 +225,8 @@ class Scheduler:
                 num_decoding -= 1
             if self._grow(sequence, count, planned):
                 planned[sequence] = count
-                budget = self.limits.max_num_batched_tokens - sum(planned.values())
-        return planned, budget
+                budget = limit - sum(planned.values())
+        return planned, budget + reserved
 
     def _grow(
         self, sequence: SequenceState, count: int, planned: dict[SequenceState, int]
@@ -226,6 +271,8 @@ class Scheduler:
             return False
         if self._adapters is None:
             return True
+        if self._draining in sequence.adapter_digests:
+            return False
         return self._adapters.is_runnable(sequence) and self._adapters.can_admit(sequence)
 
     def _admit(self, sequence: SequenceState) -> bool:
@@ -244,6 +291,7 @@ class Scheduler:
             self.prefix_queries += sequence.num_prompt_tokens
             self.prefix_hits += sequence.num_computed
         sequence.admitted_s = self._clock()
+        sequence.num_generated_before = sequence.num_generated
         self.waiting.remove(sequence)
         self.running.append(sequence)
         return True

@@ -32,6 +32,7 @@ class SequenceState:
         "lease",
         "num_cached_tokens",
         "num_computed",
+        "num_generated_before",
         "prompt_logprobs",
         "request",
         "runnable_since_s",
@@ -58,6 +59,8 @@ class SequenceState:
         """Position in the order of arrival."""
         self.admitted_s = 0.0
         """When it last began to run."""
+        self.num_generated_before = 0
+        """Tokens it had generated when it last began to run."""
         self.last_step = -1
         """Number of the engine step that last computed tokens of it."""
         self.num_cached_tokens = 0

@@ -1,0 +1,145 @@
+"""The block pool: a block is free, kept for its contents, or used; never two of these."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from lora_server.engine.kv import BlockPool
+from lora_server.engine.prefix import child_key, root_key
+from lora_server.engine.request import AdapterUse
+
+
+def test_hands_out_every_block_once():
+    pool = BlockPool(5, keeps_prefixes=True)
+
+    blocks = pool.allocate(5)
+
+    assert sorted(blocks) == [0, 1, 2, 3, 4]
+    with pytest.raises(RuntimeError, match="1 KV blocks asked for, 0 available"):
+        pool.allocate(1)
+
+
+def test_a_released_full_block_is_found_again_until_its_room_is_needed():
+    pool = BlockPool(2, keeps_prefixes=True)
+    key = child_key(root_key(()), [1, 2])
+    (block,) = pool.allocate(1)
+    pool.remember(block, key)
+    pool.release([block])
+
+    assert pool.find([key]) == [block]
+    assert pool.num_used == 0
+
+    pool.allocate(2)
+
+    assert pool.find([key]) == []
+
+
+def test_the_least_recently_released_block_is_given_up_first():
+    pool = BlockPool(3, keeps_prefixes=True)
+    keys = [child_key(root_key(()), [i]) for i in range(3)]
+    blocks = pool.allocate(3)
+    for block, key in zip(blocks, keys, strict=True):
+        pool.remember(block, key)
+    for i in (1, 2, 0):
+        pool.release([blocks[i]])
+
+    pool.allocate(1)
+
+    assert [bool(pool.find([key])) for key in keys] == [True, False, True]
+
+
+def test_a_shared_block_survives_the_end_of_one_user():
+    pool = BlockPool(2, keeps_prefixes=True)
+    key = child_key(root_key(()), [4])
+    blocks = pool.allocate(1)
+    pool.remember(blocks[0], key)
+    pool.share(pool.find([key]))
+
+    pool.release(blocks)
+
+    assert pool.num_used == 1
+    assert pool.num_available == 1
+
+
+def test_without_prefixes_nothing_is_found():
+    pool = BlockPool(2, keeps_prefixes=False)
+    key = child_key(root_key(()), [4])
+    blocks = pool.allocate(1)
+
+    pool.remember(blocks[0], key)
+    pool.release(blocks)
+
+    assert pool.find([key]) == []
+
+
+def test_a_pool_without_blocks_is_refused():
+    with pytest.raises(ValueError, match="at least 1 block, got 0"):
+        BlockPool(0, keeps_prefixes=True)
+
+
+def test_keys_differ_by_adapter_scale_and_every_token_before():
+    base = root_key(())
+    roots = {
+        base,
+        root_key([AdapterUse(digest="a")]),
+        root_key([AdapterUse(digest="b")]),
+        root_key([AdapterUse(digest="a", scale=0.5)]),
+        root_key([AdapterUse(digest="a"), AdapterUse(digest="b")]),
+    }
+
+    assert len(roots) == 5
+    assert child_key(child_key(base, [1, 2]), [3, 4]) != child_key(child_key(base, [1, 9]), [3, 4])
+    assert child_key(base, [1, 2]) != child_key(base, [2, 1])
+    one, two = AdapterUse(digest="a", scale=0.3), AdapterUse(digest="b", scale=0.7)
+    assert root_key([one, two]) == root_key([two, one])
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Random use by sequences that allocate, share, remember and release."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(7, keeps_prefixes=True)
+        self.held: list[list[int]] = []
+        self.serial = 0
+
+    @rule(count=st.integers(1, 4))
+    def allocate(self, count):
+        if self.pool.can_allocate(count):
+            self.held.append(self.pool.allocate(count))
+        else:
+            before = self.pool.num_available
+            with pytest.raises(RuntimeError):
+                self.pool.allocate(count)
+            assert self.pool.num_available == before
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def release(self, data):
+        index = data.draw(st.integers(0, len(self.held) - 1))
+        self.pool.release(self.held.pop(index))
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def remember_and_share(self, data):
+        blocks = data.draw(st.sampled_from(self.held))
+        self.serial += 1
+        key = child_key(root_key(()), [self.serial])
+        self.pool.remember(blocks[0], key)
+        found = self.pool.find([key])
+        self.pool.share(found)
+        if found:
+            self.held.append(found)
+
+    @invariant()
+    def users_add_up(self):
+        used = {block for blocks in self.held for block in blocks}
+        assert self.pool.num_used == len(used)
+        assert self.pool.num_available == 7 - len(used)
+
+
+PoolMachine.TestCase.settings = settings(max_examples=60, deadline=None)
+TestPool = PoolMachine.TestCase

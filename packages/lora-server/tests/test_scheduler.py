@@ -1,0 +1,274 @@
+"""The scheduler alone: a real pool and a real adapter cache, no model, a clock moved by hand."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from lora_cache import AdapterCache
+
+from lora_server.engine.kv import BlockPool
+from lora_server.engine.request import AdapterUse, GenerationRequest, SamplingParams
+from lora_server.engine.scheduler import Scheduler, SchedulerLimits
+from lora_server.engine.sequence import SequenceState
+
+
+class NoCopies:
+    def place(self, key, value, slot):
+        """Nothing to copy: only residency matters here."""
+
+    def clear(self, slot):
+        """Nothing to clear."""
+
+
+class Gate:
+    """Adapter admission over a real cache in which every adapter is already in the host tier."""
+
+    def __init__(self, num_slots, names):
+        self.cache = AdapterCache(placer=NoCopies(), num_slots=num_slots, max_host=64)
+        for name in names:
+            self.cache.register(name, name, size_bytes=1)
+
+    def prefetch(self, sequences):
+        """All are resident."""
+
+    def failure(self, sequence):
+        return None
+
+    def forget_failures(self):
+        """None fail."""
+
+    def is_runnable(self, sequence):
+        return True
+
+    def can_admit(self, sequence):
+        return self.cache.can_admit(sequence.adapter_digests)
+
+    def acquire(self, sequence):
+        return self.cache.acquire(sequence.adapter_digests) if sequence.adapters else None
+
+    def is_pinned(self, digest):
+        return self.cache.is_pinned(digest)
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+class Bench:
+    """A scheduler whose steps are computed by nobody: tokens just appear."""
+
+    def __init__(self, *, blocks=64, budget=16, seqs=8, gate=None, wait=2.0, prefixes=True):
+        self.clock = Clock()
+        self.pool = BlockPool(blocks, keeps_prefixes=prefixes)
+        self.gate = gate
+        limits = SchedulerLimits(
+            max_num_seqs=seqs, max_num_batched_tokens=budget, block_size=4, max_adapter_wait_s=wait
+        )
+        self.scheduler = Scheduler(
+            limits=limits, pool=self.pool, adapters=gate, clock=self.clock
+        )
+        self.serial = 0
+
+    def add(self, prompt, new, adapter=None, leader=None):
+        self.serial += 1
+        request = GenerationRequest(
+            request_id=f"r{self.serial}",
+            prompt_token_ids=tuple(range(prompt)) if isinstance(prompt, int) else prompt,
+            sampling=SamplingParams(max_tokens=new),
+            adapters=(AdapterUse(digest=adapter),) if adapter else (),
+        )
+        sequence = SequenceState(request, 0, None)
+        sequence.leader = leader
+        self.scheduler.add(sequence)
+        return sequence
+
+    def step(self):
+        chunks = self.scheduler.schedule()
+        assert sum(c.num_tokens for c in chunks) <= self.scheduler.limits.max_num_batched_tokens
+        for chunk in chunks:
+            s = chunk.sequence
+            assert len(s.block_ids) * 4 >= s.num_computed + chunk.num_tokens
+            s.num_computed += chunk.num_tokens
+            for i, key in enumerate(s.keys_of_full_blocks(s.num_computed, 4)):
+                self.pool.remember(s.block_ids[i], key)
+            if s.num_pending == 0:
+                s.token_ids.append(7)
+                if s.num_generated >= s.sampling.max_tokens:
+                    self.scheduler.finish(s)
+        return {c.sequence: c.num_tokens for c in chunks}
+
+
+def test_a_long_prompt_is_cut_into_chunks_and_decodes_go_on_beside_it():
+    bench = Bench(budget=8)
+    short = bench.add(3, 5)
+    bench.step()
+    long = bench.add(tuple(range(50, 70)), 1)
+
+    steps = [bench.step() for _ in range(3)]
+
+    assert steps == [{short: 1, long: 7}, {short: 1, long: 7}, {short: 1, long: 6}]
+
+
+def test_a_prefill_and_decodes_that_fill_the_budget_take_turns():
+    bench = Bench(budget=2, prefixes=False)
+    decode = bench.add(1, 40)
+    bench.step()
+    prefill = bench.add(9, 40)
+
+    turns = [bench.step() for _ in range(10)]
+
+    assert sum(decode in turn for turn in turns) >= 5
+    assert prefill.num_generated >= 1
+
+
+def test_the_latest_arrival_gives_up_its_blocks_and_comes_back():
+    bench = Bench(blocks=4, budget=16, prefixes=False)
+    first = bench.add(7, 8)
+    second = bench.add(tuple(range(20, 27)), 8)
+    bench.step()
+    assert bench.scheduler.running == [first, second]
+    for _ in range(40):
+        bench.step()
+
+    assert bench.scheduler.num_preemptions >= 1
+    assert first.is_finished
+    assert second.is_finished
+    assert second.num_generated == 8
+    assert bench.pool.num_used == 0
+
+
+def test_a_known_prefix_is_not_computed_again():
+    bench = Bench(budget=64)
+    bench.add(18, 1)
+    bench.step()
+
+    again = bench.add(18, 1)
+
+    assert bench.step() == {again: 2}
+    assert again.num_cached_tokens == 16
+    assert bench.scheduler.prefix_hits == 16
+
+
+def test_a_prefix_is_never_shared_with_another_adapter_or_the_base():
+    bench = Bench(budget=64, gate=Gate(2, "ab"))
+    bench.add(18, 1, "a")
+    bench.step()
+
+    base, other = bench.add(18, 1), bench.add(18, 1, "b")
+
+    assert bench.step() == {base: 18, other: 18}
+
+
+def test_continuations_of_one_request_share_its_prompt_blocks():
+    bench = Bench(budget=64)
+    leader = bench.add(18, 3)
+    follower = bench.add(18, 3, leader=leader)
+
+    first, second = bench.step(), bench.step()
+
+    assert first == {leader: 18}
+    assert second == {leader: 1, follower: 2}
+
+
+def test_a_blocked_adapter_does_not_hold_up_those_behind_it():
+    bench = Bench(gate=Gate(1, "abc"))
+    hot = bench.add(3, 10, "a")
+    bench.step()
+    cold, base, same = bench.add(3, 1, "b"), bench.add(3, 1), bench.add(3, 1, "a")
+
+    step = bench.step()
+
+    assert set(step) == {hot, base, same}
+    assert cold in bench.scheduler.waiting
+
+
+def test_a_blocked_adapter_starts_within_the_configured_wait():
+    bench = Bench(gate=Gate(2, "abc"), wait=2.0, seqs=32, budget=64)
+    for name in "ab":
+        bench.add(3, 1000, name)
+    bench.step()
+    cold = bench.add(3, 1, "c")
+    started = None
+    for step in range(30):
+        bench.clock.now += 0.1
+        if step % 3 == 0:
+            bench.add(2, 50, "ab"[step % 2])  # the hot adapters stay busy
+        if cold in bench.step():
+            started = step * 0.1
+            break
+
+    assert started is not None
+    assert started <= 2.2
+
+
+def test_a_pinned_adapter_is_never_drained():
+    gate = Gate(2, "abc")
+    gate.cache.pin("a")
+    bench = Bench(gate=gate, wait=0.5, budget=64)
+    pinned, loose = bench.add(3, 100, "a"), bench.add(3, 100, "b")
+    bench.step()
+    cold = bench.add(3, 1, "c")
+    bench.clock.now = 1.0
+    bench.step()
+    bench.clock.now = 2.0
+
+    bench.step()
+
+    assert pinned in bench.scheduler.running
+    assert cold.is_finished
+    assert loose in bench.scheduler.waiting
+
+
+def test_a_finished_sequence_gives_back_everything():
+    gate = Gate(1, "a")
+    bench = Bench(gate=gate)
+    sequence = bench.add(5, 10, "a")
+    bench.step()
+    assert gate.cache.leased_keys()
+
+    bench.scheduler.finish(sequence)
+
+    assert not gate.cache.leased_keys()
+    assert bench.pool.num_used == 0
+    assert not bench.scheduler.has_unfinished
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_random_traffic_ends_and_leaves_nothing_behind(seed):
+    rng = random.Random(seed)
+    names = "abcdefgh"
+    gate = Gate(rng.choice([1, 2, 3]), names)
+    bench = Bench(
+        blocks=rng.choice([12, 20, 40]),
+        budget=rng.choice([1, 3, 8, 32]),
+        seqs=rng.choice([1, 3, 8]),
+        gate=gate,
+        wait=rng.choice([0.0, 0.3, 2.0]),
+        prefixes=rng.random() < 0.5,
+    )
+    sequences = []
+    for _ in range(8000):
+        bench.clock.now += 0.05
+        if len(sequences) < 40 and rng.random() < 0.3:
+            prompt = tuple(rng.randrange(4) for _ in range(rng.randint(1, 24)))
+            sequences.append(
+                bench.add(prompt, rng.randint(1, 20), rng.choice([None, *names]))
+            )
+        elif sequences and rng.random() < 0.02:
+            victim = rng.choice(sequences)
+            if not victim.is_finished:
+                bench.scheduler.finish(victim)
+        bench.step()
+        leased = set(gate.cache.leased_keys())
+        assert {d for s in bench.scheduler.running for d in s.adapter_digests} == leased
+        if len(sequences) == 40 and not bench.scheduler.has_unfinished:
+            break
+
+    assert all(s.is_finished for s in sequences)
+    assert bench.pool.num_used == 0
+    assert not gate.cache.leased_keys()
