@@ -1,0 +1,193 @@
+"""``adapter_config.json`` as a frozen dataclass. Knows nothing of tensors."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Self
+
+from lora_weights.errors import InvalidAdapterError, Problem, ProblemCode
+from lora_weights.field_reader import FieldReader
+from lora_weights.fields import CONFIG_FILE, check_fields, short
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+REQUIRED_FIELDS = ("lora_alpha", "r", "target_modules")
+"""Keys that must be present; ``target_modules`` may be null."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterConfig:
+    """What PEFT recorded about an adapter, checked. Build it with `from_dict` or `from_json`."""
+
+    r: int
+    """Rank of every module that no rank pattern matches, at least 1."""
+    lora_alpha: float
+    """Alpha of every module that no alpha pattern matches."""
+    target_modules: tuple[str, ...] | str | None = None
+    """Names, a regular expression, or None. Explains; the tensors decide what is adapted."""
+    peft_type: str = "LORA"
+    """The method; only LORA is applied."""
+    use_rslora: bool = False
+    """Scale by ``alpha / sqrt(r)`` instead of ``alpha / r``."""
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    """Rank by module path or regular expression; the first match in this order wins."""
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    """Alpha by module path or regular expression; the first match in this order wins."""
+    bias: str = "none"
+    """Which biases of the base were trained: none, all, lora_only."""
+    lora_bias: bool = False
+    """B has a bias."""
+    use_dora: bool = False
+    """Weight-decomposed: each module has a magnitude vector."""
+    fan_in_fan_out: bool = False
+    """The base stores `[I, O]` weights (Conv1D). A and B keep their usual form."""
+    init_lora_weights: bool | str | None = True
+    """How A and B were initialised."""
+    modules_to_save: tuple[str, ...] = ()
+    """Names of modules that may be replaced as a whole."""
+    ensure_weight_tying: bool = False
+    """The adapter of the input embedding is also that of the tied head."""
+    alora_invocation_tokens: tuple[int, ...] = ()
+    """Token sequence from which on an activated LoRA applies."""
+    base_model_name_or_path: str | None = None
+    """The base in the trainer's words: untrusted text, shown and never opened."""
+    task_type: str | None = None
+    """PEFT's task, such as CAUSAL_LM."""
+    peft_version: str | None = None
+    """The PEFT release that wrote the file, where it says so."""
+    raw: Mapping[str, object] = field(default_factory=dict, repr=False, compare=False)
+    """All fields as found, so that a saved copy loses nothing."""
+
+    @property
+    def max_rank(self) -> int:
+        """Largest rank the configuration names, in `r` or in a pattern."""
+        return max(self.r, *self.rank_pattern.values()) if self.rank_pattern else self.r
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, object]) -> Self:
+        """Check the content of an ``adapter_config.json``.
+
+        Args:
+            data: the parsed JSON object.
+
+        Raises:
+            InvalidAdapterError: a field is missing, has a wrong value, or cannot be honoured;
+                names all of them.
+        """
+        config, problems = parse_config(data)
+        if config is None or problems:
+            raise InvalidAdapterError(problems)
+        return cls(**{name: getattr(config, name) for name in config.__slots__})
+
+    @classmethod
+    def from_json(cls, path: Path) -> Self:
+        """Read and check an ``adapter_config.json``.
+
+        Args:
+            path: the file.
+
+        Raises:
+            InvalidAdapterError: the file is not JSON, or as in `from_dict`.
+            OSError: the file cannot be read.
+        """
+        data, problems = parse_json(path.read_bytes())
+        if data is None:
+            raise InvalidAdapterError(problems, source=str(path))
+        try:
+            return cls.from_dict(data)
+        except InvalidAdapterError as error:
+            raise InvalidAdapterError(error.problems, source=str(path)) from None
+
+
+def parse_json(content: bytes) -> tuple[Mapping[str, object] | None, list[Problem]]:
+    """Return the JSON object in a configuration file, or the problem with it."""
+    if content.startswith(b"version https://git-lfs"):
+        return None, [_unreadable("a git-lfs pointer", "the file itself (run `git lfs pull`)")]
+    if not content.strip():
+        return None, [_unreadable("empty", "a JSON object")]
+    try:
+        data = json.loads(content.decode("utf-8-sig"))
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        return None, [_unreadable(f"not JSON ({error})", "a JSON object")]
+    if not isinstance(data, dict):
+        return None, [_unreadable(f"a JSON {type(data).__name__}", "a JSON object")]
+    return data, []
+
+
+def _unreadable(found: str, expected: str) -> Problem:
+    return Problem(
+        code=ProblemCode.CONFIG_UNREADABLE, tensor=CONFIG_FILE, found=found, expected=expected
+    )
+
+
+def parse_config(data: Mapping[str, object]) -> tuple[AdapterConfig | None, list[Problem]]:
+    """Return the configuration and everything that is wrong with it.
+
+    Returns:
+        The configuration, or None when rank and alpha cannot be told (or the method is another
+        one); and the problems. Both can be there at once.
+    """
+    kind = _check_type(data)
+    if kind is not None:
+        return None, [kind]
+    reader = FieldReader(data)
+    problems = [
+        Problem(code=ProblemCode.MISSING_FIELD, tensor=f"{CONFIG_FILE} {name}", found="missing")
+        for name in REQUIRED_FIELDS
+        if name not in data
+    ]
+    rank, alpha = reader.rank("r"), reader.number("lora_alpha")
+    # Build it even with stand-ins, so that every other field is checked as well.
+    config = _read_fields(reader, data, rank=rank or 1, alpha=1.0 if alpha is None else alpha)
+    problems += reader.problems + check_fields(data)
+    return (None if rank is None or alpha is None else config), problems
+
+
+def _read_fields(
+    reader: FieldReader, data: Mapping[str, object], *, rank: int, alpha: float
+) -> AdapterConfig:
+    return AdapterConfig(
+        r=rank,
+        lora_alpha=alpha,
+        target_modules=reader.targets("target_modules"),
+        use_rslora=reader.flag("use_rslora"),
+        rank_pattern=MappingProxyType(reader.rank_pattern("rank_pattern")),
+        alpha_pattern=MappingProxyType(reader.alpha_pattern("alpha_pattern")),
+        bias=reader.choice("bias", ("none", "all", "lora_only")),
+        lora_bias=reader.flag("lora_bias"),
+        use_dora=reader.flag("use_dora"),
+        fan_in_fan_out=reader.flag("fan_in_fan_out"),
+        init_lora_weights=reader.initialisation("init_lora_weights"),
+        modules_to_save=reader.names("modules_to_save"),
+        ensure_weight_tying=reader.flag("ensure_weight_tying"),
+        alora_invocation_tokens=reader.tokens("alora_invocation_tokens"),
+        base_model_name_or_path=reader.text("base_model_name_or_path"),
+        task_type=reader.text("task_type"),
+        peft_version=reader.text("peft_version"),
+        raw=MappingProxyType(dict(data)),
+    )
+
+
+def _check_type(data: Mapping[str, object]) -> Problem | None:
+    """Return a problem unless this is the configuration of a LoRA."""
+    kind = data.get("peft_type")
+    if kind is None:
+        keys = ", ".join(sorted(data)[:12]) or "no keys"
+        return Problem(
+            code=ProblemCode.NOT_PEFT,
+            tensor=f"{CONFIG_FILE} peft_type",
+            found=f"missing (the file holds {keys})",
+            expected="LORA, as PEFT writes it",
+        )
+    if kind != "LORA":
+        return Problem(
+            code=ProblemCode.UNSUPPORTED_TYPE,
+            tensor=f"{CONFIG_FILE} peft_type",
+            found=short(kind),
+            expected="LORA, the only method that is applied",
+        )
+    return None

@@ -1,0 +1,277 @@
+"""``load_adapter``: from a source to a checked `Adapter`, all problems at once.
+
+The steps are files, configuration, inventory, checks, digest, fold. `read_adapter` runs as many
+of them as the content allows and collects; `load_adapter` raises what it collected.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import torch
+
+from lora_weights import checks
+from lora_weights.adapter import Adapter
+from lora_weights.config import AdapterConfig, parse_config, parse_json
+from lora_weights.digest import compute_digest
+from lora_weights.errors import (
+    InvalidAdapterError,
+    Problem,
+    ProblemCode,
+    SourceError,
+    UnsafeFormatError,
+)
+from lora_weights.inventory import Inventory, PairEntries, take_inventory
+from lora_weights.modules import LoraPair, ModulePart
+from lora_weights.names import Part
+from lora_weights.scaling import ModuleScaling, ScalingTable, fold_scaling_
+from lora_weights.sources.folder import WEIGHT_FILES, AdapterFiles, find_files
+from lora_weights.tensors import TensorFile, read_pickle, read_safetensors
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterator, Mapping
+
+LORA_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""Types an adapter can be held in."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Reading:
+    """What is known about a source so far."""
+
+    files: AdapterFiles
+    """The files found."""
+    problems: list[Problem] = field(default_factory=list)
+    """Everything wrong so far."""
+    config: AdapterConfig | None = None
+    """The configuration, when rank and alpha could be told."""
+    tensors: TensorFile | None = None
+    """The weight file, when it could be read."""
+    inventory: Inventory | None = None
+    """Its tensors by module."""
+    scalings: dict[str, ModuleScaling] = field(default_factory=dict)
+    """Rank and scaling of each module with a pair."""
+    digest: str | None = None
+    """Content hash, when the inventory is clean."""
+    adapter: Adapter | None = None
+    """The result, when there is no problem."""
+
+
+def load_adapter(
+    source: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    max_rank: int | None = None,
+    allow_pickle: bool = False,
+) -> Adapter:
+    """Read an adapter folder and check everything that can be told without a base model.
+
+    Args:
+        source: a folder: a path, ``~`` included, or ``file:///path``.
+        dtype: type of the tensors in memory (float32, float16, bfloat16); None keeps the file's.
+        max_rank: largest rank accepted; None accepts any.
+        allow_pickle: read ``adapter_model.bin`` or ``.pt`` where there is no safetensors file,
+            with torch's restricted unpickler.
+
+    Raises:
+        AdapterNotFoundError: no folder there, or no ``adapter_config.json`` in it.
+        InvalidAdapterError: the adapter cannot be used; carries every problem.
+        UnsafeFormatError: the only weights are a pickle file and `allow_pickle` is false.
+        SourceError: the files cannot be read, or the source is not on this machine.
+        ValueError: `dtype` or `max_rank` is not one that can be asked for.
+    """
+    reading = read_adapter(source, dtype=dtype, max_rank=max_rank, allow_pickle=allow_pickle)
+    if reading.adapter is None:
+        raise InvalidAdapterError(reading.problems, source=str(source))
+    return reading.adapter
+
+
+def read_adapter(
+    source: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None,
+    max_rank: int | None,
+    allow_pickle: bool,
+) -> Reading:
+    """Read a source as far as its content allows.
+
+    Arguments and errors as for `load_adapter`, except that problems are collected, not raised.
+    """
+    if dtype is not None and dtype not in LORA_DTYPES:
+        names = ", ".join(str(choice) for choice in LORA_DTYPES)
+        raise ValueError(f"dtype is {dtype}, expected one of {names}")
+    if max_rank is not None and max_rank < 1:
+        raise ValueError(f"max_rank is {max_rank}, expected at least 1")
+    reading = Reading(files=find_files(source))
+    try:
+        _read_config(reading)
+        _read_weights(reading, str(source), allow_pickle=allow_pickle)
+    except OSError as error:
+        if isinstance(error, SourceError):
+            raise
+        raise SourceError(source=str(source), reason=str(error)) from error
+    if reading.config is not None and reading.tensors is not None:
+        _check(reading, reading.config, reading.tensors, max_rank, dtype)
+    return reading
+
+
+def _read_config(reading: Reading) -> None:
+    data, problems = parse_json(reading.files.config.read_bytes())
+    reading.problems += problems
+    if data is not None:
+        reading.config, problems = parse_config(data)
+        reading.problems += problems
+
+
+def _read_weights(reading: Reading, source: str, *, allow_pickle: bool) -> None:
+    """Read the weight file, or note why there is none that can be read whole."""
+    path = reading.files.weights
+    if path is None:
+        reading.problems.append(_no_weights(reading.files))
+    elif path.suffix == ".safetensors":
+        reading.tensors, problems = read_safetensors(path)
+        reading.problems += problems
+    elif allow_pickle:
+        reading.tensors, problems = read_pickle(path)
+        reading.problems += problems
+    else:
+        raise UnsafeFormatError(source=source, file_name=path.name)
+
+
+def _no_weights(files: AdapterFiles) -> Problem:
+    if files.shards:
+        return Problem(
+            code=ProblemCode.SHARDED,
+            tensor=WEIGHT_FILES[0],
+            found=f"in several files ({', '.join(files.shards)})",
+            expected="one file; save the adapter unsharded",
+        )
+    return Problem(
+        code=ProblemCode.MISSING_WEIGHTS,
+        tensor="the weight file",
+        found="missing",
+        expected=f"one of {', '.join(WEIGHT_FILES)} beside adapter_config.json",
+    )
+
+
+def _check(
+    reading: Reading,
+    config: AdapterConfig,
+    file: TensorFile,
+    max_rank: int | None,
+    dtype: torch.dtype | None,
+) -> None:
+    """Check the tensors against the configuration; build the adapter when all is well."""
+    inventory = take_inventory(file.entries, config)
+    table = ScalingTable(config)
+    scalings = {pair.module: table.resolve(pair.module) for pair in inventory.pairs}
+    reading.inventory, reading.scalings = inventory, scalings
+    reading.problems += inventory.problems
+    for pair in inventory.pairs:
+        reading.problems += checks.check_pair(pair, scalings[pair.module].rank)
+    if max_rank is not None:
+        reading.problems += checks.check_max_rank(config, inventory.pairs, max_rank)
+    largest, problems = checks.check_finite(file)
+    reading.problems += problems
+    if not inventory.pairs and not inventory.has_more and not inventory.problems:
+        reading.problems.append(_no_effect("without a single LoRA tensor"))
+    if not reading.problems:
+        reading.digest = _digest(config, file, inventory, scalings)
+        _build(reading, config, file, largest, dtype)
+
+
+def _no_effect(found: str) -> Problem:
+    return Problem(
+        code=ProblemCode.NO_EFFECT,
+        found=found,
+        expected="at least one pair whose A and B are not all zero; it would change nothing",
+    )
+
+
+def _digest(
+    config: AdapterConfig,
+    file: TensorFile,
+    inventory: Inventory,
+    scalings: Mapping[str, ModuleScaling],
+) -> str:
+    def records() -> Iterator[tuple[str, str, str, tuple[int, ...], memoryview]]:
+        for pair in inventory.pairs:
+            names = (Part.LORA_A, Part.LORA_B)
+            if pair.is_embedding:
+                names = (Part.EMBEDDING_A, Part.EMBEDDING_B)
+            for name, entry in zip(names, (pair.lora_a, pair.lora_b), strict=True):
+                yield pair.module, name.value, entry.dtype, entry.shape, file.content(entry)
+        for module, entry in inventory.base_copies.items():
+            copy = Part.BASE_WEIGHT.value
+            yield module, copy, entry.dtype, entry.shape, file.content(entry)
+
+    factors = {module: scaling.scaling for module, scaling in scalings.items()}
+    return compute_digest(config, factors, records())
+
+
+def _build(
+    reading: Reading,
+    config: AdapterConfig,
+    file: TensorFile,
+    largest: float,
+    dtype: torch.dtype | None,
+) -> None:
+    """Fold, cast and check the result. Writes the file's memory, so it comes after the digest."""
+    inventory, scalings = reading.inventory, reading.scalings
+    assert inventory is not None
+    assert reading.digest is not None
+    # Base copies are large and soon compared and dropped; views would keep them in memory.
+    keep_file = not inventory.base_copies
+    pairs = {
+        pair.module: _build_pair(
+            file, pair, scalings[pair.module].scaling, dtype, keep_file=keep_file
+        )
+        for pair in inventory.pairs
+    }
+    # Checking each tensor is slow; it is needed only when a product can leave a type's range.
+    factor = max(1.0, *(abs(scaling.scaling) for scaling in scalings.values()))
+    held = {t.dtype for pair in pairs.values() for t in (pair.lora_a, pair.lora_b)}
+    if any(largest * factor > torch.finfo(kind).max for kind in held):
+        reading.problems += checks.check_overflow(pairs)
+    reading.problems += checks.check_tied(config, pairs)
+    if not checks.has_effect(pairs.values()):
+        reading.problems.append(_no_effect("zero in every pair"))
+    if reading.problems:
+        return
+    reading.adapter = Adapter(
+        config=config,
+        parts=MappingProxyType({name: ModulePart(pair=pair) for name, pair in pairs.items()}),
+        digest=reading.digest,
+        source=str(reading.files.folder),
+        base_copies=MappingProxyType(
+            {name: file.tensor(entry).clone() for name, entry in inventory.base_copies.items()}
+        ),
+    )
+
+
+def _build_pair(
+    file: TensorFile,
+    pair: PairEntries,
+    scaling: float,
+    dtype: torch.dtype | None,
+    *,
+    keep_file: bool,
+) -> LoraPair:
+    """Return a pair with the scaling folded in: float32 product first, then the one cast."""
+    lora_a, lora_b = file.tensor(pair.lora_a), file.tensor(pair.lora_b)
+    if not keep_file:
+        lora_a, lora_b = lora_a.clone(), lora_b.clone()
+    target_a, target_b = (dtype or _held_dtype(t.dtype) for t in (lora_a, lora_b))
+    if lora_b.dtype == target_b:
+        lora_b = fold_scaling_(lora_b, scaling)
+    else:
+        lora_b = fold_scaling_(lora_b.to(torch.float32, copy=True), scaling).to(target_b)
+    return LoraPair(lora_a=lora_a.to(target_a), lora_b=lora_b, is_embedding=pair.is_embedding)
+
+
+def _held_dtype(stored: torch.dtype) -> torch.dtype:
+    """Return the type to hold a stored one in: float64 is held in float32."""
+    return stored if stored in LORA_DTYPES else torch.float32

@@ -1,0 +1,100 @@
+"""What one module gets from an adapter: a pair, and beside it bias, magnitude or a full module.
+
+Shapes: `r` rank of the adapter, `I` in, `O` out, `V` vocabulary, `D` embedding width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+class ModuleKind(StrEnum):
+    """Kinds of modules a pair can belong to."""
+
+    LINEAR = "linear"
+    EMBEDDING = "embedding"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleShape:
+    """Size and kind of one module of the base model."""
+
+    in_features: int
+    """`I` of a linear module, `V` of an embedding."""
+    out_features: int
+    """`O` of a linear module, `D` of an embedding."""
+    kind: ModuleKind = ModuleKind.LINEAR
+    """Linear (Conv1D too) or embedding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LoraPair:
+    """A and B of one module. The scaling is in B: ``y = W x + B (A x)``."""
+
+    lora_a: torch.Tensor
+    """`[r, I]`; `[r, V]` for an embedding."""
+    lora_b: torch.Tensor
+    """`[O, r]`, scaling folded in; `[D, r]` for an embedding."""
+    is_embedding: bool = False
+    """Whether the pair was stored as the pair of an embedding."""
+
+    @property
+    def rank(self) -> int:
+        """The pair's own width."""
+        return self.lora_a.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        """`I`, or `V` for an embedding."""
+        return self.lora_a.shape[1]
+
+    @property
+    def out_features(self) -> int:
+        """`O`, or `D` for an embedding."""
+        return self.lora_b.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both tensors."""
+        return self.lora_a.nbytes + self.lora_b.nbytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FullModule:
+    """A whole replacement for one module (PEFT's ``modules_to_save``)."""
+
+    weight: torch.Tensor
+    """`[O, I]`, or `[V, D]` for an embedding."""
+    bias: torch.Tensor | None = None
+    """`[O]`, where the module has one."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weight and bias."""
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ModulePart:
+    """Everything one module gets from one adapter."""
+
+    pair: LoraPair | None = None
+    """The low-rank pair."""
+    bias: torch.Tensor | None = None
+    """`[O]`, added or replacing as the adapter's configuration says."""
+    magnitude: torch.Tensor | None = None
+    """`[O]`, DoRA's magnitude vector."""
+    full: FullModule | None = None
+    """A whole replacement; then there is no pair."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        tensors = [t.nbytes for t in (self.bias, self.magnitude) if t is not None]
+        wholes = [part.nbytes for part in (self.pair, self.full) if part is not None]
+        return sum(tensors) + sum(wholes)

@@ -1,0 +1,95 @@
+"""Writes adapters in PEFT's layout: ``adapter_config.json`` and ``adapter_model.safetensors``."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import safetensors.torch
+
+from lora_weights.adapter import Adapter
+from lora_weights.fields import CONFIG_FILE
+from lora_weights.names import Part, build_key
+from lora_weights.sources.folder import WEIGHT_FILES
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping
+
+    import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RawAdapter:
+    """An adapter as its files hold it: nothing folded, nothing renamed."""
+
+    config: Mapping[str, object]
+    """Content of ``adapter_config.json``."""
+    tensors: Mapping[str, torch.Tensor] = field(repr=False)
+    """Tensor key -> tensor, as PEFT names them."""
+
+
+def save_adapter(adapter: Adapter | RawAdapter, folder: str | os.PathLike[str]) -> Path:
+    """Write an adapter so that PEFT loads it again.
+
+    A `RawAdapter` is written as it is. An `Adapter` has its scaling in B already; it is written
+    with a configuration whose scaling is exactly 1 for every module, so that the values read back
+    are bit-equal. Its digest is then another one, since the stored tensors are.
+
+    Args:
+        adapter: what to write.
+        folder: created where needed; the two files in it are replaced.
+
+    Returns:
+        The folder.
+    """
+    raw = unfolded(adapter) if isinstance(adapter, Adapter) else adapter
+    target = Path(folder).expanduser()
+    target.mkdir(parents=True, exist_ok=True)
+    tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in raw.tensors.items()}
+    # The weights come last: whoever sees them sees the configuration they belong to.
+    text = json.dumps(raw.config, indent=2, default=_json_value)
+    (target / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
+    weights = target / WEIGHT_FILES[0]
+    partial = weights.with_suffix(".partial")
+    safetensors.torch.save_file(tensors, partial, metadata={"format": "pt"})
+    partial.replace(weights)
+    return target
+
+
+def _json_value(value: object) -> object:
+    """Return mappings and tuples from a checked configuration in JSON's own types."""
+    if hasattr(value, "items"):
+        return dict(value.items())
+    return list(value)  # type: ignore[call-overload]
+
+
+def unfolded(adapter: Adapter) -> RawAdapter:
+    """Return an adapter with folded scaling in PEFT's form, with scaling 1 for every module."""
+    pairs = {path: part.pair for path, part in adapter.parts.items() if part.pair is not None}
+    ranks = {f"^{re.escape(path)}": pair.rank for path, pair in pairs.items()}
+    default = adapter.rank
+    patterns = {pattern: rank for pattern, rank in ranks.items() if rank != default}
+    config = {
+        **adapter.config.raw,
+        "peft_type": adapter.config.peft_type,
+        "r": default,
+        "lora_alpha": default,
+        "use_rslora": False,
+        "target_modules": sorted({path.rpartition(".")[2] for path in pairs}),
+        "rank_pattern": patterns,
+        "alpha_pattern": dict(patterns),
+    }
+    tensors = {}
+    for path, pair in pairs.items():
+        names = (Part.LORA_A, Part.LORA_B)
+        if pair.is_embedding:
+            names = (Part.EMBEDDING_A, Part.EMBEDDING_B)
+        tensors[build_key(path, names[0])] = pair.lora_a
+        tensors[build_key(path, names[1])] = pair.lora_b
+    for path, copy in adapter.base_copies.items():
+        tensors[build_key(path, Part.BASE_WEIGHT)] = copy
+    return RawAdapter(config=config, tensors=tensors)

@@ -1,0 +1,240 @@
+"""``bind_adapter``: an adapter's modules -> a base model's modules, shapes and ranks checked.
+
+Knows a base model only as a table of module paths and shapes.
+Shapes: `r` rank, `I` in, `O` out, `V` vocabulary, `D` embedding width.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from lora_weights.errors import InvalidAdapterError, Problem, ProblemCode
+from lora_weights.modules import ModuleKind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from lora_weights.adapter import Adapter
+    from lora_weights.modules import LoraPair, ModulePart, ModuleShape
+
+_MAX_LISTED = 4
+
+
+class ModulePaths:
+    """Finds the base model's module for a path that a checkpoint names.
+
+    An exact name wins. Otherwise one path must be the tail of the other, or become it when a
+    leading ``model.`` on both is left out (text-only names inside a multimodal wrapper); exactly
+    one module of the base may fit.
+    """
+
+    def __init__(self, paths: Iterable[str]) -> None:
+        self._paths = frozenset(paths)
+        self._by_name: dict[str, list[str]] = {}
+        for path in sorted(self._paths):
+            self._by_name.setdefault(path.rpartition(".")[2], []).append(path)
+
+    def find(self, path: str) -> list[str]:
+        """Return the modules that fit: one when it is clear, none, or several."""
+        if path in self._paths:
+            return [path]
+        same_name = self._by_name.get(path.rpartition(".")[2], [])
+        found = [base for base in same_name if _is_tail(path, base) or _is_tail(base, path)]
+        if not found and path.startswith("model."):
+            inner = path.removeprefix("model.")
+            found = [
+                base for base in same_name if base.startswith("model.") and _is_tail(inner, base)
+            ]
+        return found
+
+
+def _is_tail(tail: str, path: str) -> bool:
+    return path.endswith(tail) and path[-len(tail) - 1 : -len(tail)] == "."
+
+
+def bind_adapter(
+    adapter: Adapter,
+    shapes: Mapping[str, ModuleShape],
+    *,
+    max_rank: int,
+    base_weight: Callable[[str], torch.Tensor | None] | None = None,
+) -> dict[str, ModulePart]:
+    """Match an adapter with a base model.
+
+    Args:
+        adapter: a checked adapter.
+        shapes: module path in the base model -> size, for every module that can take a pair.
+        max_rank: largest rank accepted.
+        base_weight: returns the base's weight of a module path in `shapes`, for the copies that
+            PEFT saves beside embeddings; None refuses such copies by name.
+
+    Returns:
+        Module path in the base model -> what the module gets. Every part of the adapter is in it.
+
+    Raises:
+        InvalidAdapterError: a module is unknown, ambiguous, of another kind or size, named twice,
+            above `max_rank`, or its stored base weight differs; names all of them.
+    """
+    targets, problems = _resolve(adapter, shapes)
+    bound = {}
+    for path, base in targets.items():
+        part = adapter.parts[path]
+        if part.pair is not None:
+            problems += _check_pair(path, part.pair, shapes[base], max_rank)
+        bound[base] = part
+    problems += _check_saved_modules(adapter, shapes)
+    problems += _check_base_copies(adapter, targets, base_weight)
+    if problems:
+        raise InvalidAdapterError(problems, source=adapter.source)
+    return bound
+
+
+def _resolve(
+    adapter: Adapter, shapes: Mapping[str, ModuleShape]
+) -> tuple[dict[str, str], list[Problem]]:
+    """Return checkpoint path -> base path, and the modules without one clear place."""
+    paths, problems = ModulePaths(shapes), []
+    targets: dict[str, str] = {}
+    owners: dict[str, str] = {}
+    for path in adapter.parts:
+        found = paths.find(path)
+        if len(found) != 1:
+            problems.append(_not_placed(path, found))
+        elif found[0] in owners:
+            problems.append(_placed_twice(path, found[0], owners[found[0]]))
+        else:
+            targets[path] = found[0]
+            owners[found[0]] = path
+    return targets, problems + _check_dropped_prefixes(targets)
+
+
+def _not_placed(path: str, found: list[str]) -> Problem:
+    if not found:
+        return Problem(
+            code=ProblemCode.UNKNOWN_MODULE,
+            module=path,
+            found="not a module of the base model that takes an adapter",
+        )
+    listed = ", ".join(found[:_MAX_LISTED]) + (", ..." if len(found) > _MAX_LISTED else "")
+    return Problem(
+        code=ProblemCode.AMBIGUOUS_MODULE,
+        module=path,
+        found=f"the tail of {len(found)} modules ({listed})",
+        expected="of exactly one",
+    )
+
+
+def _placed_twice(path: str, base: str, other: str) -> Problem:
+    return Problem(
+        code=ProblemCode.DUPLICATE_MODULE,
+        module=path,
+        found=f"meant for {base}, and so is {other}",
+        expected="one entry a module",
+    )
+
+
+def _check_dropped_prefixes(targets: Mapping[str, str]) -> list[Problem]:
+    """Return problems when different leading parts were left out of the checkpoint's paths.
+
+    One left-out prefix is a spelling of the whole model. Two are two models, of which the base
+    has one at most.
+    """
+    dropped: dict[str, list[str]] = {}
+    for path, base in targets.items():
+        if _is_tail(base, path):
+            dropped.setdefault(path[: -len(base) - 1], []).append(path)
+    if len(dropped) <= 1:
+        return []
+    prefixes = ", ".join(sorted(dropped))
+    return [
+        Problem(
+            code=ProblemCode.AMBIGUOUS_MODULE,
+            module=path,
+            found=f"below one of several prefixes that the base lacks ({prefixes})",
+            expected="one prefix for all modules",
+        )
+        for paths in dropped.values()
+        for path in paths
+    ]
+
+
+def _check_pair(path: str, pair: LoraPair, shape: ModuleShape, max_rank: int) -> list[Problem]:
+    """Return what does not fit between a pair and its module."""
+    if pair.is_embedding != (shape.kind is ModuleKind.EMBEDDING):
+        found = "the pair of an embedding" if pair.is_embedding else "the pair of a linear module"
+        expected = f"one for {'an embedding' if not pair.is_embedding else 'a linear module'}"
+        return [_problem(ProblemCode.KIND_MISMATCH, path, "", found, expected)]
+    names = ("lora_embedding_A", "lora_embedding_B") if pair.is_embedding else ("lora_A", "lora_B")
+    rank, problems = pair.rank, []
+    if rank > max_rank:
+        expected = f"at most {max_rank}"
+        problems.append(
+            _problem(ProblemCode.RANK_TOO_LARGE, path, names[0], f"rank {rank}", expected)
+        )
+    for name, tensor, size in (
+        (names[0], pair.lora_a, [rank, shape.in_features]),
+        (names[1], pair.lora_b, [shape.out_features, rank]),
+    ):
+        if list(tensor.shape) != size:
+            found = str(list(tensor.shape))
+            problems.append(_problem(ProblemCode.SHAPE_MISMATCH, path, name, found, str(size)))
+    return problems
+
+
+def _problem(code: ProblemCode, module: str, tensor: str, found: str, expected: str) -> Problem:
+    return Problem(code=code, module=module, tensor=tensor, found=found, expected=expected)
+
+
+def _check_saved_modules(adapter: Adapter, shapes: Mapping[str, ModuleShape]) -> list[Problem]:
+    """Return a problem for each listed module that the base has and the file has no weight for.
+
+    PEFT lists heads that a model may not have, so a listed name without a module is normal.
+    """
+    whole = {path for path, part in adapter.parts.items() if part.full is not None}
+    return [
+        _problem(
+            ProblemCode.MISSING_WEIGHTS,
+            base,
+            "weight",
+            f"listed in modules_to_save ({name}) and not in the file",
+            "its trained weight",
+        )
+        for name in adapter.config.modules_to_save
+        for base in shapes
+        if (base == name or _is_tail(name, base))
+        and not any(path in (base, name) or _is_tail(name, path) for path in whole)
+    ]
+
+
+def _check_base_copies(
+    adapter: Adapter,
+    targets: Mapping[str, str],
+    base_weight: Callable[[str], torch.Tensor | None] | None,
+) -> list[Problem]:
+    """Return a problem for each stored base weight that is not known to equal the base's."""
+    problems = []
+    for path, copy in adapter.base_copies.items():
+        base = None
+        if base_weight is not None and path in targets:
+            base = base_weight(targets[path])
+        if base is None:
+            found = "a copy of the base's weight that cannot be compared"
+        elif copy.shape != base.shape:
+            found = f"{list(copy.shape)}, not the base's {list(base.shape)}"
+        # A base served in a narrower type is still the base the adapter was trained on.
+        elif not torch.equal(copy.to(base.dtype), base.detach().cpu()):
+            found = "another weight than the base's"
+        else:
+            continue
+        problems.append(
+            _problem(
+                ProblemCode.BASE_COPY_DIFFERS,
+                path,
+                "base_layer.weight",
+                found,
+                "a weight equal to the base's; save the adapter with save_embedding_layers=False",
+            )
+        )
+    return problems
