@@ -380,7 +380,7 @@ def _name_problems(config: ServerConfig) -> list[str]:
 def _adapter_problems(config: ServerConfig) -> list[str]:
     """Check what the adapter options say together."""
     problems = []
-    if config.max_cpu_loras and config.max_cpu_loras < config.max_loras:
+    if config.max_cpu_loras is not None and 0 < config.max_cpu_loras < config.max_loras:
         problems.append(
             f"--max-cpu-loras is {config.max_cpu_loras}, expected at least --max-loras, "
             f"which is {config.max_loras}"

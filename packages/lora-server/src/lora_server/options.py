@@ -240,23 +240,27 @@ def _read_variable(
 def _read_file(path: str, problems: list[str]) -> dict[str, object]:
     """Read a YAML file of `option: value`; keys may be written with `-` or `_`."""
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
+        content, root = yaml.safe_load(text), yaml.compose(text, Loader=yaml.SafeLoader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         problems.append(f"--config {path!r} cannot be read: {error}")
         return {}
     if content is None:
         return {}
-    if not isinstance(content, dict):
+    if not isinstance(content, dict) or not isinstance(root, yaml.MappingNode):
         problems.append(f"{path}: expected a mapping of options, found {type(content).__name__}")
         return {}
     fields = _fields()
     found: dict[str, object] = {}
+    # the parsed mapping has forgotten keys that occur twice
+    written = [str(key.value).replace("-", "_") for key, _ in root.value]
+    problems += [
+        f"{path}: {n} is set twice" for n in dict.fromkeys(written) if written.count(n) > 1
+    ]
     for key, value in content.items():
         name = str(key).replace("-", "_")
-        if name not in fields:
-            problems.append(f"{path}: unknown key {str(key)!r}{suggest(name, fields)}")
-        elif name in found:
-            problems.append(f"{path}: {name} is set twice, with '-' and with '_'")
-        else:
+        if name in fields:
             found[name] = value
+        else:
+            problems.append(f"{path}: unknown key {str(key)!r}{suggest(name, fields)}")
     return found

@@ -46,6 +46,7 @@ class ServiceServer(uvicorn.Server):
             uvicorn.Config(
                 service.app,
                 log_config=None,
+                ws="none",
                 access_log=log_level == "debug",
                 timeout_keep_alive=_KEEP_ALIVE_S,
                 timeout_graceful_shutdown=_DRAIN_S,
