@@ -1,0 +1,66 @@
+"""Routes that load, unload, pin and describe adapters while the server runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from lora_server.http.auth import AdminRoute, UserRoute
+from lora_server.http.cards import adapter_card, card_list
+from lora_server.http.prepare import service_of
+from lora_server.http.schemas.adapters import LoadBody, UnloadBody
+
+admin_router = APIRouter(route_class=AdminRoute)
+user_router = APIRouter(route_class=UserRoute)
+
+
+@admin_router.post("/v1/load_lora_adapter")
+async def load_adapter(body: LoadBody, request: Request) -> dict[str, Any]:
+    """Load an adapter, or replace it in place; once this answers, it serves the next request."""
+    service = service_of(request)
+    service.readiness.check()
+    card = await service.catalog.load(
+        name=body.lora_name,
+        path=body.lora_path,
+        load_inplace=bool(body.load_inplace),
+        pinned=bool(body.pinned),
+        expected_digest=body.expected_digest,
+    )
+    return adapter_card(card, service)
+
+
+@admin_router.post("/v1/unload_lora_adapter")
+async def unload_adapter(body: UnloadBody, request: Request) -> dict[str, Any]:
+    """Forget an adapter: new requests get 404 at once, running ones finish."""
+    service = service_of(request)
+    await service.catalog.unload(body.lora_name)
+    return {"id": body.lora_name, "object": "model", "deleted": True}
+
+
+@admin_router.post("/v1/adapters/{name:path}/pin")
+async def pin_adapter(name: str, request: Request) -> dict[str, Any]:
+    """Keep an adapter in its slot."""
+    service = service_of(request)
+    return adapter_card(await service.catalog.pin(name), service)
+
+
+@admin_router.post("/v1/adapters/{name:path}/unpin")
+async def unpin_adapter(name: str, request: Request) -> dict[str, Any]:
+    """Let an adapter be evicted again."""
+    service = service_of(request)
+    return adapter_card(await service.catalog.unpin(name), service)
+
+
+@user_router.get("/v1/adapters")
+async def list_adapters(request: Request) -> dict[str, Any]:
+    """List the cards of all adapters."""
+    service = service_of(request)
+    return card_list([adapter_card(card, service) for card in await service.catalog.cards()])
+
+
+@user_router.get("/v1/adapters/{name:path}")
+async def get_adapter(name: str, request: Request) -> dict[str, Any]:
+    """Describe one adapter."""
+    service = service_of(request)
+    return adapter_card(await service.catalog.card(name), service)

@@ -1,0 +1,38 @@
+"""Puts the routes together around one `Service`."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+
+from lora_server.http import adapters, chat, completions, health, models
+from lora_server.http.context import ContextMiddleware
+from lora_server.http.errors import install_handlers
+from lora_server.http.service import Service
+
+
+def create_app(service: Service) -> FastAPI:
+    """Return the ASGI application; it holds no state besides `service`."""
+    app = FastAPI(
+        title="lora-server",
+        description="One base model and many LoRA adapters behind an OpenAI-compatible API.",
+        version=service.version,
+        # The framework's own pages would be routes without an access level.
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    app.state.service = service
+    for router in (
+        chat.router,
+        completions.router,
+        models.router,
+        adapters.admin_router,
+        adapters.user_router,
+        health.open_router,
+        health.user_router,
+    ):
+        app.include_router(router)
+    install_handlers(app)
+    app.add_middleware(ContextMiddleware)
+    return app

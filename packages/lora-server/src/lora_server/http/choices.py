@@ -1,0 +1,132 @@
+"""One continuation of a request: from the engine's tokens to text with an end.
+
+Knows nothing of the routes' reply shapes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from lora_server.engine.messages import SequenceOutput, TokenLogprob
+from lora_server.errors import EngineError
+from lora_server.http.detokenize import Detokenizer
+from lora_server.http.stops import StopHit, StopMatcher
+
+STOP = "stop"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextRules:
+    """How a request's text is cut."""
+
+    stops: tuple[str, ...] = ()
+    """Stop strings."""
+    include_stop: bool = False
+    """Leave the stop string, or the text of a stop token, at the end of the text."""
+    min_tokens: int = 0
+    """Stop strings are not looked for in the text of the first tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChoiceDelta:
+    """What is new in one continuation."""
+
+    index: int
+    """Position in the reply's `choices`."""
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    """One for each of `token_ids` when asked for."""
+    text_offset: int
+    """Characters of this continuation's text before the first of `token_ids`."""
+    token_lens: tuple[int, ...]
+    """Characters that each of `token_ids` added to the text, stop strings included."""
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    """The stop string, or the id of the stop token, that ended it."""
+
+
+class Choice:
+    """Follows one continuation until it ends."""
+
+    def __init__(self, index: int, detokenizer: Detokenizer, rules: TextRules) -> None:
+        self.index = index
+        self.is_finished = False
+        self.num_tokens = 0
+        """Tokens generated, the ending one included."""
+        self._detokenizer = detokenizer
+        self._matcher = StopMatcher(rules.stops)
+        self._rules = rules
+        self._num_chars = 0
+
+    def push(self, output: SequenceOutput) -> ChoiceDelta:
+        """Add the engine's tokens; after a stop string the rest of them is dropped.
+
+        Raises:
+            EngineError: a log-probability is not a number.
+        """
+        start = self._num_chars
+        texts: list[str] = []
+        lens: list[int] = []
+        hit: StopHit | None = None
+        for position, token_id in enumerate(output.token_ids):
+            piece = self._piece(token_id, output, position)
+            lens.append(len(piece))
+            new = self._match(piece)
+            texts.append(new.text if isinstance(new, StopHit) else new)
+            if isinstance(new, StopHit):
+                hit = new
+                break
+        finish_reason, stop_reason = self._ending(output, hit)
+        if finish_reason is not None:
+            self.is_finished = True
+            texts.append(self._last_text(hit))
+        return ChoiceDelta(
+            index=self.index,
+            text="".join(texts),
+            token_ids=output.token_ids[: len(lens)],
+            logprobs=_checked(output.logprobs[: len(lens)]),
+            text_offset=start,
+            token_lens=tuple(lens),
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+        )
+
+    def _piece(self, token_id: int, output: SequenceOutput, position: int) -> str:
+        """Return the text that a token adds; the token that ends the sequence adds none."""
+        self.num_tokens += 1
+        is_last = position == len(output.token_ids) - 1
+        if is_last and output.stop_token_id is not None and not self._rules.include_stop:
+            return ""
+        piece = self._detokenizer.push(token_id)
+        self._num_chars += len(piece)
+        return piece
+
+    def _match(self, piece: str) -> str | StopHit:
+        if self.num_tokens <= self._rules.min_tokens:
+            return piece
+        return self._matcher.push(piece)
+
+    def _ending(
+        self, output: SequenceOutput, hit: StopHit | None
+    ) -> tuple[str | None, str | int | None]:
+        if hit is not None:
+            return STOP, hit.stop
+        if output.finish_reason is None:
+            return None, None
+        return output.finish_reason.value, output.stop_token_id
+
+    def _last_text(self, hit: StopHit | None) -> str:
+        """Return what was held back, now that nothing follows."""
+        if hit is not None:
+            return hit.stop if self._rules.include_stop else ""
+        rest = self._match(self._detokenizer.flush())
+        return rest.text if isinstance(rest, StopHit) else rest + self._matcher.flush()
+
+
+def _checked(logprobs: tuple[TokenLogprob, ...]) -> tuple[TokenLogprob, ...]:
+    """Never report NaN, which is neither JSON nor an answer."""
+    if any(math.isnan(item.logprob) for item in logprobs):
+        raise EngineError("the model's output is not a number (NaN)")
+    return logprobs

@@ -1,0 +1,164 @@
+"""The only place that knows HTTP statuses and the OpenAI API's error shape."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from lora_server.errors import (
+    AdapterAlreadyLoadedError,
+    AdapterConflictError,
+    AuthenticationError,
+    DigestMismatchError,
+    EngineError,
+    InvalidAdapterRequestError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    NotReadyError,
+    PathNotAllowedError,
+    RequestError,
+    RuntimeLoadingDisabledError,
+    ServerError,
+    UnknownAdapterError,
+)
+
+logger = logging.getLogger(__name__)
+
+_STATUSES: Final[Mapping[type[ServerError], int]] = MappingProxyType(
+    {
+        InvalidRequestError: 400,
+        InvalidAdapterRequestError: 400,
+        AdapterAlreadyLoadedError: 400,
+        AdapterConflictError: 400,
+        AuthenticationError: 401,
+        PathNotAllowedError: 403,
+        RuntimeLoadingDisabledError: 403,
+        ModelNotFoundError: 404,
+        UnknownAdapterError: 404,
+        DigestMismatchError: 409,
+        EngineError: 500,
+        NotReadyError: 503,
+    }
+)
+_SERVER_CODES: Final[Mapping[int, str]] = MappingProxyType(
+    {500: "internal_error", 503: "not_ready"}
+)
+_ROUTE_CODES: Final[Mapping[int, str]] = MappingProxyType(
+    {404: "unknown_url", 405: "method_not_allowed"}
+)
+
+
+def status_of(error: Exception) -> int:
+    """Status that answers an error; 500 for what is not in the table."""
+    for kind in type(error).__mro__:
+        if issubclass(kind, ServerError) and kind in _STATUSES:
+            return _STATUSES[kind]
+    return 400 if isinstance(error, RequestError) else 500
+
+
+def error_body(error: Exception) -> dict[str, Any]:
+    """Describe an error in the OpenAI API's shape; an unexpected one tells no inner details."""
+    if isinstance(error, RequestError):
+        details = error.details
+        if isinstance(error, InvalidAdapterRequestError) and not details:
+            details = (error.message,)
+        return _body(error.message, code=error.code, param=error.param, details=details)
+    status = status_of(error)
+    message = str(error) if isinstance(error, ServerError) else "the server failed on this request"
+    return _body(message, kind="server_error", code=_SERVER_CODES.get(status, "internal_error"))
+
+
+def error_response(error: Exception) -> JSONResponse:
+    """Answer an error."""
+    headers = {"WWW-Authenticate": "Bearer"} if isinstance(error, AuthenticationError) else None
+    return JSONResponse(error_body(error), status_code=status_of(error), headers=headers)
+
+
+def stream_error(error: Exception, request_id: str) -> str:
+    """Render an error for a stream that has already begun, and log it where it is ours."""
+    log_failure(error, request_id)
+    return json.dumps(error_body(error), ensure_ascii=False)
+
+
+def log_failure(error: Exception, request_id: str) -> None:
+    """Log an error that is not the caller's, with its traceback and the request's id."""
+    if status_of(error) == 500:  # noqa: PLR2004 - the status itself is the plainest name
+        logger.error("request %s failed", request_id, exc_info=error)
+
+
+def context_length_error(message: str, *, param: str) -> InvalidRequestError:
+    """Refuse a request that does not fit the context, with the code that clients look for."""
+    error = InvalidRequestError(message, param=param)
+    error.code = "context_length_exceeded"
+    return error
+
+
+def install_handlers(app: FastAPI) -> None:
+    """Let `app` answer every expected error in the one shape."""
+    app.add_exception_handler(ServerError, _on_server_error)
+    app.add_exception_handler(RequestValidationError, _on_validation_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+
+
+async def _on_server_error(request: Request, error: Exception) -> JSONResponse:
+    log_failure(error, request.state.context.request_id)
+    return error_response(error)
+
+
+async def _on_validation_error(_request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    problems = [_problem(item) for item in error.errors()]
+    # A union reports one problem for each of its members: the first is told, the rest are details.
+    message = "; ".join(dict.fromkeys(text for _, text in problems))
+    details = [text for _, text in problems] if len(problems) > 1 else ()
+    refusal = InvalidRequestError(message, param=problems[0][0], details=tuple(details))
+    return error_response(refusal)
+
+
+async def _on_http_exception(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    message = str(error.detail)
+    if error.status_code in _ROUTE_CODES:
+        what = "does not exist" if error.status_code == 404 else "has no such method"  # noqa: PLR2004
+        message = f"{request.method} {request.url.path}: this route {what}"
+    code = _ROUTE_CODES.get(error.status_code, "invalid_request")
+    return JSONResponse(
+        _body(message, code=code), status_code=error.status_code, headers=error.headers
+    )
+
+
+def _problem(item: Mapping[str, Any]) -> tuple[str | None, str]:
+    """Turn one of pydantic's errors into (field, sentence)."""
+    kind = item["type"]
+    if kind == "json_invalid":
+        position = item["loc"][-1]
+        return None, f"the body is not valid JSON: {item['ctx']['error']} at character {position}"
+    # Parts in angle brackets name the alternative of a union, not a field.
+    path = ".".join(part for part in map(str, item["loc"][1:]) if not part.startswith("<"))
+    if not path:
+        return None, "the body must be a JSON object sent with 'Content-Type: application/json'"
+    if kind == "extra_forbidden":
+        return path, f"{path}: this server does not support this field or this value of it"
+    return path, f"{path}: {item['msg'].removeprefix('Value error, ')}"
+
+
+def _body(
+    message: str,
+    *,
+    code: str,
+    kind: str = "invalid_request_error",
+    param: str | None = None,
+    details: Sequence[str] = (),
+) -> dict[str, Any]:
+    error: dict[str, Any] = {"message": message, "type": kind, "param": param, "code": code}
+    if details:
+        error["details"] = list(details)
+    return {"error": error}

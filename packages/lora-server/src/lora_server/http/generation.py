@@ -1,0 +1,197 @@
+"""Runs the prompts of one HTTP request in the engine and merges what comes back.
+
+Whatever ends the iteration (the last token, a stop string, an error, a client that left) closes
+the engine's iterators, and with them the engine's work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from lora_server.engine.messages import (
+    EngineOutput,
+    PromptLogprobs,
+    RequestFailed,
+    TokenLogprob,
+)
+from lora_server.engine.request import AdapterUse, GenerationRequest, SamplingParams
+from lora_server.errors import EngineError
+from lora_server.http.choices import Choice, ChoiceDelta, TextRules
+from lora_server.http.service import Service
+from lora_server.metrics import RequestTimer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedPrompt:
+    """One prompt, checked and tokenised."""
+
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    text: str | None = None
+    """The text it was made from; None for token ids."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Everything that one HTTP request asks of the engine."""
+
+    id: str
+    """Unique; the reply's `id` without its prefix."""
+    prompts: tuple[PreparedPrompt, ...]
+    adapters: tuple[AdapterUse, ...]
+    n: int
+    rules: TextRules
+    metrics_label: str
+    """Adapter label of the metrics."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScored:
+    """Log-probabilities of a prompt's tokens from the second on; sent before its choices."""
+
+    prompt_idx: int
+    logprobs: tuple[TokenLogprob, ...]
+
+
+@dataclass(slots=True)
+class Usage:
+    """Tokens read and generated so far."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the OpenAI API's `usage`."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+GenerationEvent = PromptScored | ChoiceDelta
+
+
+class Generation:
+    """One run of a plan; iterate `events` once, then read `usage`."""
+
+    def __init__(self, service: Service, plan: Plan) -> None:
+        self.plan = plan
+        self.usage = Usage(prompt_tokens=sum(len(prompt.token_ids) for prompt in plan.prompts))
+        self._service = service
+        self._timer = RequestTimer(
+            service.metrics,
+            plan.metrics_label,
+            clock=service.clock,
+            num_prompt_tokens=self.usage.prompt_tokens,
+            num_sequences=len(plan.prompts) * plan.n,
+        )
+
+    async def events(self) -> AsyncGenerator[GenerationEvent, None]:
+        """Yield what the engine produces, each prompt's events in order.
+
+        Raises:
+            ServerError: the engine could not answer one of the prompts; the others are ended.
+        """
+        runs = [self._run_prompt(idx) for idx in range(len(self.plan.prompts))]
+        with self._timer:
+            async with aclosing(_merged(runs)) as merged:
+                async for event in merged:
+                    yield event
+
+    async def _run_prompt(self, prompt_idx: int) -> AsyncGenerator[GenerationEvent, None]:
+        prompt = self.plan.prompts[prompt_idx]
+        context = prompt.token_ids[-8:]
+        choices = [
+            Choice(
+                prompt_idx * self.plan.n + i,
+                self._service.text.detokenizer(context),
+                self.plan.rules,
+            )
+            for i in range(self.plan.n)
+        ]
+        request = GenerationRequest(
+            request_id=f"{self.plan.id}-{prompt_idx}",
+            prompt_token_ids=prompt.token_ids,
+            sampling=prompt.sampling,
+            adapters=self.plan.adapters,
+            n=self.plan.n,
+        )
+        async with aclosing(self._service.engine.generate(request)) as outputs:
+            async for event in self._follow(outputs, choices, prompt_idx):
+                yield event
+        if not all(choice.is_finished for choice in choices):
+            raise EngineError("the engine ended the request before its last token")
+
+    async def _follow(
+        self, outputs: AsyncIterator[EngineOutput], choices: Sequence[Choice], prompt_idx: int
+    ) -> AsyncGenerator[GenerationEvent, None]:
+        """Translate outputs until every choice has ended, by the engine or by a stop string."""
+        num_cached = 0
+        async for output in outputs:
+            match output:
+                case RequestFailed(error=error):
+                    raise error
+                case PromptLogprobs(logprobs=logprobs):
+                    yield PromptScored(prompt_idx, logprobs)
+                    continue
+            choice = choices[output.index]
+            if choice.is_finished:
+                continue
+            # The first continuation reads the prompt; the others find its blocks in the cache.
+            if output.index == 0:
+                self.usage.cached_tokens += max(output.num_cached_tokens - num_cached, 0)
+                num_cached = max(output.num_cached_tokens, num_cached)
+            delta = choice.push(output)
+            self.usage.completion_tokens += len(delta.token_ids)
+            self._timer.add_tokens(len(delta.token_ids))
+            yield delta
+            if all(choice.is_finished for choice in choices):
+                return
+
+
+async def _merged(
+    runs: Sequence[AsyncGenerator[GenerationEvent, None]],
+) -> AsyncGenerator[GenerationEvent, None]:
+    """Yield the events of all runs as they come; the first error ends them all."""
+    if len(runs) == 1:
+        async with aclosing(runs[0]) as run:
+            async for event in run:
+                yield event
+        return
+    queue: asyncio.Queue[GenerationEvent | Exception | None] = asyncio.Queue()
+    tasks = [asyncio.create_task(_pump(run, queue)) for run in runs]
+    try:
+        num_open = len(tasks)
+        while num_open:
+            item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                num_open -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _pump(
+    run: AsyncGenerator[GenerationEvent, None],
+    queue: asyncio.Queue[GenerationEvent | Exception | None],
+) -> None:
+    """Move one run's events into the queue; its end is None, its failure the exception."""
+    try:
+        async with aclosing(run):
+            async for event in run:
+                queue.put_nowait(event)
+    except Exception as error:  # noqa: BLE001 - handed to the reader, which raises it
+        queue.put_nowait(error)
+    else:
+        queue.put_nowait(None)

@@ -1,0 +1,47 @@
+"""Routes for probes and scrapers, which carry no key, and the API's own description."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from lora_server.http.auth import OpenRoute, UserRoute
+from lora_server.http.prepare import service_of
+from lora_server.metrics import ScrapeState
+
+open_router = APIRouter(route_class=OpenRoute)
+user_router = APIRouter(route_class=UserRoute)
+
+
+@open_router.get("/health")
+async def get_health(request: Request) -> dict[str, str]:
+    """Answer 200 while requests are taken, else 503."""
+    readiness = service_of(request).readiness
+    readiness.check()
+    return {"status": readiness.phase.value}
+
+
+@open_router.get("/version")
+async def get_version(request: Request) -> dict[str, str]:
+    """Return the server's version."""
+    return {"version": service_of(request).version}
+
+
+@open_router.get("/metrics")
+async def get_metrics(request: Request) -> Response:
+    """Return all metrics in Prometheus' text format."""
+    service = service_of(request)
+    # The engine answers between two steps; waiting for that must not hold up the streams.
+    engine = await asyncio.to_thread(service.engine.snapshot)
+    state = ScrapeState(engine=engine, adapters=await service.catalog.cards(), now_s=service.now())
+    return Response(service.metrics.render(state), media_type=CONTENT_TYPE_LATEST)
+
+
+@user_router.get("/openapi.json", include_in_schema=False)
+async def get_openapi(request: Request) -> dict[str, Any]:
+    """Return the description of all routes."""
+    schema: dict[str, Any] = request.app.openapi()
+    return schema

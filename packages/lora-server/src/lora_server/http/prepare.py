@@ -1,0 +1,146 @@
+"""The steps that chat and text completions share: who answers, and what the engine is asked."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from fastapi import Request
+
+from lora_server.http.choices import TextRules
+from lora_server.http.context import context_of
+from lora_server.http.generation import Generation, Plan, PreparedPrompt
+from lora_server.http.sampling import Limits
+from lora_server.http.schemas.openai import ChatBody, CompletionBody, GenerationBody
+from lora_server.http.select import HEADER, Selection, select
+from lora_server.http.service import Service
+from lora_server.http.text import TextProcessor
+
+_LONG_TEXT_CHARS: Final = 8192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplyHead:
+    """The fields with which every reply and every chunk of one request begins."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+    def as_dict(self, kind: str) -> dict[str, Any]:
+        """Return the fields, `kind` being the reply's `object`."""
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.system_fingerprint,
+        }
+
+
+class ChunkWriter:
+    """Writes the chunks of one stream; the part that never changes is written once."""
+
+    def __init__(self, head: ReplyHead, kind: str, *, with_usage: bool) -> None:
+        self._start = dumps(head.as_dict(kind))[:-1] + ',"choices":['
+        # Clients that ask for usage find the field in every chunk, null until the last one.
+        self._end = '],"usage":null}' if with_usage else "]}"
+
+    def choice(self, choice: dict[str, Any]) -> str:
+        """Write a chunk with one choice."""
+        return f"{self._start}{dumps(choice)}{self._end}"
+
+    def usage(self, usage: dict[str, object]) -> str:
+        """Write the last chunk, which holds the usage alone."""
+        return f'{self._start}],"usage":{dumps(usage)}}}'
+
+
+def dumps(value: object) -> str:
+    """Write compact JSON; NaN, which JSON does not have, is an error."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+def service_of(request: Request) -> Service:
+    """Return the service that the app was made for."""
+    service: Service = request.app.state.service
+    return service
+
+
+def limits_of(service: Service) -> Limits:
+    """Return what the model can take."""
+    return Limits(max_model_len=service.max_model_len, vocab_size=service.vocab_size)
+
+
+def choose(request: Request, body: GenerationBody) -> Selection:
+    """Decide what answers, and note it for the reply's header.
+
+    Raises:
+        NotReadyError: the server is starting or draining.
+        RequestError: as `select`.
+    """
+    service = service_of(request)
+    service.readiness.check()
+    selection = select(
+        service.catalog,
+        model=body.model,
+        header_values=request.headers.getlist(HEADER),
+        weighted=body.lora,
+        max_loras=service.max_loras,
+    )
+    context_of(request).adapter_label = selection.label
+    return selection
+
+
+def start(
+    service: Service,
+    body: CompletionBody | ChatBody,
+    selection: Selection,
+    prompts: Sequence[PreparedPrompt],
+    *,
+    id_prefix: str,
+) -> tuple[ReplyHead, Generation]:
+    """Make the reply's head and the generation, which starts when its events are read."""
+    unique = uuid.uuid4().hex
+    head = ReplyHead(
+        id=f"{id_prefix}-{unique}",
+        created=int(service.now()),
+        model=selection.model,
+        system_fingerprint=(
+            f"lora-server-{service.version}:{service.catalog.base_names[0]}:{selection.label}"
+        ),
+    )
+    plan = Plan(
+        id=unique,
+        prompts=tuple(prompts),
+        adapters=selection.adapters,
+        n=body.n or 1,
+        rules=_rules(body),
+        metrics_label=selection.metrics_label,
+    )
+    return head, Generation(service, plan)
+
+
+async def encode(text: TextProcessor, prompt: str, *, add_special_tokens: bool) -> list[int]:
+    """Tokenise a prompt; a long one beside the event loop, which other streams need."""
+    if len(prompt) <= _LONG_TEXT_CHARS:
+        return text.encode(prompt, add_special_tokens=add_special_tokens)
+    return await asyncio.to_thread(text.encode, prompt, add_special_tokens=add_special_tokens)
+
+
+def _rules(body: GenerationBody) -> TextRules:
+    stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    return TextRules(
+        stops=tuple(stops),
+        include_stop=bool(body.include_stop_str_in_output),
+        min_tokens=body.min_tokens or 0,
+    )
+
+
+def wants_usage(body: GenerationBody) -> bool:
+    """Whether a stream ends with its usage."""
+    return body.stream_options is not None and bool(body.stream_options.include_usage)

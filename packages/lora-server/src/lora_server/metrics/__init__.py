@@ -1,0 +1,29 @@
+"""Prometheus metrics of the service, units in the names, nothing global.
+
+Counters and histograms are fed while requests run; everything that is a state is read at the
+scrape. Labels hold names of registered adapters, never a path or a client's text. Knows neither
+HTTP nor the engine: both are described by Protocols.
+"""
+
+from __future__ import annotations
+
+from lora_server.metrics.protocols import (
+    CacheSnapshot,
+    EngineSnapshot,
+    ScrapeState,
+    ServedAdapter,
+    TierSnapshot,
+)
+from lora_server.metrics.scrape import OTHER_LABEL
+from lora_server.metrics.server import RequestTimer, ServerMetrics
+
+__all__ = [
+    "OTHER_LABEL",
+    "CacheSnapshot",
+    "EngineSnapshot",
+    "RequestTimer",
+    "ScrapeState",
+    "ServedAdapter",
+    "ServerMetrics",
+    "TierSnapshot",
+]
