@@ -1,1 +1,38 @@
-"""LoRA inside any torch.nn.Module, with many adapters in one forward pass."""
+"""LoRA inside any `torch.nn.Module`, with many adapters in one forward pass.
+
+Knows no model family, no file format and no request.
+"""
+
+from __future__ import annotations
+
+from lora_layers.config import LoraModelConfig
+from lora_layers.errors import (
+    AdapterMismatchError,
+    AdapterNotActiveError,
+    InferenceOnlyError,
+    LayerConfigError,
+    LayerError,
+    RoutingNotSetError,
+    TargetNotFoundError,
+    UnsupportedModuleError,
+)
+from lora_layers.inject import WrapReport
+from lora_layers.manager import LoraModelManager
+from lora_layers.prepare import PreparedAdapter
+from lora_layers.step import RowRun
+
+__all__ = [
+    "AdapterMismatchError",
+    "AdapterNotActiveError",
+    "InferenceOnlyError",
+    "LayerConfigError",
+    "LayerError",
+    "LoraModelConfig",
+    "LoraModelManager",
+    "PreparedAdapter",
+    "RoutingNotSetError",
+    "RowRun",
+    "TargetNotFoundError",
+    "UnsupportedModuleError",
+    "WrapReport",
+]

@@ -1,0 +1,134 @@
+"""LoraModelConfig: how many adapters, how large, and which modules carry them.
+
+Knows no model family: what a family packs and how its head is called is data given by the caller.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from lora_cache import EvictionPolicy
+from lora_kernels import Backend
+from lora_layers.errors import LayerConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+DEFAULT_MAX_CPU_LORAS = 32
+"""Least host-tier capacity when none is given; more when there are more slots."""
+
+MIN_GROUP_SIZE = 2
+"""A packed module of one member would be the member itself."""
+
+LORA_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraModelConfig:
+    """How many adapters, how large, and which modules carry them.
+
+    Raises:
+        LayerConfigError: any value is out of range; all problems at once.
+    """
+
+    max_loras: int = 8
+    """Device slots `N`, the largest number of distinct adapters in one step."""
+
+    max_lora_rank: int = 64
+    """Largest rank `R` an adapter may have; slot buffers are this wide."""
+
+    max_cpu_loras: int | None = None
+    """Host-tier entries. None or 0: max(32, max_loras). At least `max_loras`."""
+
+    max_host_bytes: int | None = None
+    """Byte budget of the host tier; None means no limit."""
+
+    lora_dtype: torch.dtype | None = None
+    """dtype of the slot buffers; None takes each module's own (vLLM's `auto`)."""
+
+    target_modules: frozenset[str] | None = None
+    """Last name parts or full paths of the modules that carry LoRA; None means every module that
+    can, the empty set none."""
+
+    packed_modules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Packed name -> members, in output order, e.g. `qkv_proj: (q_proj, k_proj, v_proj)`. Members
+    found side by side run as one matrix product."""
+
+    logits_modules: frozenset[str] = frozenset({"lm_head"})
+    """Last name parts or full paths of the modules that see logits rows, not token rows."""
+
+    backend: Backend = Backend.ATEN
+    """Implementation of the LoRA operators."""
+
+    prepack_linear: bool = False
+    """Keep a second copy of bfloat16 CPU weights in oneDNN's own layout: about 30 % faster base
+    products at 2 to 128 rows, for the memory of the copy. No effect on other dtypes and devices."""
+
+    policy: EvictionPolicy = EvictionPolicy.LRU
+    """What both tiers do when they are full."""
+
+    allow_pin_all: bool = False
+    """Whether pins may take the last slot."""
+
+    def __post_init__(self) -> None:
+        problems = [*_size_problems(self), *_packing_problems(self.packed_modules)]
+        if problems:
+            raise LayerConfigError(problems)
+
+    @property
+    def host_capacity(self) -> int:
+        """Entries the host tier holds, defaults resolved."""
+        return self.max_cpu_loras or max(DEFAULT_MAX_CPU_LORAS, self.max_loras)
+
+
+def _size_problems(config: LoraModelConfig) -> list[str]:
+    """Return what is wrong with sizes and dtype."""
+    problems = [
+        f"{name} is {value}, expected at least 1"
+        for name, value in (
+            ("max_loras", config.max_loras),
+            ("max_lora_rank", config.max_lora_rank),
+        )
+        if value < 1
+    ]
+    max_cpu_loras = config.max_cpu_loras or 0
+    if max_cpu_loras < 0:
+        problems.append(f"max_cpu_loras is {max_cpu_loras}, expected at least 1, or 0 for unset")
+    elif 0 < max_cpu_loras < config.max_loras:
+        problems.append(
+            f"max_cpu_loras is {max_cpu_loras}, expected at least max_loras ({config.max_loras})"
+        )
+    if config.max_host_bytes is not None and config.max_host_bytes < 1:
+        problems.append(f"max_host_bytes is {config.max_host_bytes}, expected at least 1 or None")
+    if config.lora_dtype is not None and config.lora_dtype not in LORA_DTYPES:
+        problems.append(
+            f"lora_dtype is {config.lora_dtype}, expected None, float32, float16 or bfloat16"
+        )
+    return problems
+
+
+def _packing_problems(packed_modules: Mapping[str, tuple[str, ...]]) -> list[str]:
+    """Return what is wrong with the packed groups: sizes, names, members in two groups."""
+    problems = []
+    owner: dict[str, str] = {}
+    for name, members in packed_modules.items():
+        if len(members) < MIN_GROUP_SIZE or len(set(members)) < len(members):
+            problems.append(
+                f"packed_modules[{name!r}] is {list(members)}, "
+                f"expected at least {MIN_GROUP_SIZE} different members"
+            )
+        bad = [part for part in (name, *members) if not part or "." in part]
+        if bad:
+            problems.append(f"packed_modules[{name!r}] names {bad}, expected names without dots")
+        for member in members:
+            if member in packed_modules:
+                problems.append(f"packed_modules: {member!r} is both a group and a member")
+            if owner.setdefault(member, name) != name:
+                problems.append(
+                    f"packed_modules: {member!r} is in {owner[member]!r} and in {name!r}, "
+                    "expected one group"
+                )
+    return problems

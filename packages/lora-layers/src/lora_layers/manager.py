@@ -1,0 +1,315 @@
+"""LoraModelManager: a model whose rows may each use another adapter.
+
+Joins the wrappers in the model, both tiers of adapters, and the step's routing. Knows no model
+family, no file format, no request.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import torch
+
+from lora_cache import AdapterCache, Residency
+from lora_layers.activate import SlotWriter
+from lora_layers.dummy import build_dummies
+from lora_layers.errors import AdapterNotActiveError
+from lora_layers.inject import Injector
+from lora_layers.prepare import AdapterPreparer, PreparedAdapter
+from lora_layers.step import RowRun, StepState
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping, Sequence
+
+    from torch import nn
+
+    from lora_cache import CacheStats, EvictionHook, Lease
+    from lora_layers.config import LoraModelConfig
+    from lora_layers.inject import WrapReport
+    from lora_weights import Adapter, ModuleShape
+
+
+class LoraModelManager:
+    """Wraps a model in place and manages the adapters of its rows.
+
+    One thread owns the model and its manager; `prepare` alone may run on others. An adapter goes
+    `prepare` -> `register` (host tier) -> `acquire` (device slot, held by a lease) -> `set_routing`
+    -> forward -> release of the lease.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: LoraModelConfig,
+        *,
+        on_evict: EvictionHook[str] | None = None,
+    ) -> None:
+        """Replace the chosen modules of `model` by wrappers and allocate all slots.
+
+        Move the model to its device and dtype before: the slots live where the weights are, and
+        packed members are views of one weight.
+
+        Args:
+            model: any module; its submodules are replaced in place.
+            config: how many adapters, how large, which modules.
+            on_evict: told of each adapter that has to make room for another.
+
+        Raises:
+            TargetNotFoundError: nothing in the model can carry LoRA, or `target_modules` names what
+                it does not have.
+            UnsupportedModuleError: `target_modules` names modules that cannot carry LoRA.
+        """
+        injector = Injector(model, config)
+        device = injector.device or torch.device("cpu")
+        self._model = model
+        self._config = config
+        self._step = StepState(num_slots=config.max_loras, device=device)
+        self._injection, self._report = injector.inject(self._step)
+        self._preparer = AdapterPreparer(
+            self._injection,
+            self._report,
+            max_rank=config.max_lora_rank,
+            target_modules=config.target_modules,
+        )
+        self._writer = SlotWriter(self._injection.stacks, self._step)
+        self._dummy_slots: dict[str, int] = {}
+        self._cache: AdapterCache[str, PreparedAdapter] = AdapterCache(
+            placer=self._writer,
+            num_slots=config.max_loras,
+            max_host=config.host_capacity,
+            max_host_bytes=config.max_host_bytes,
+            policy=config.policy,
+            on_evict=on_evict,
+            allow_pin_all=config.allow_pin_all,
+        )
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, with wrappers in it until `unwrap`."""
+        return self._model
+
+    @property
+    def config(self) -> LoraModelConfig:
+        """What the manager was made with."""
+        return self._config
+
+    @property
+    def report(self) -> WrapReport:
+        """Which modules were wrapped, packed, left out, and why."""
+        return self._report
+
+    @property
+    def shapes(self) -> Mapping[str, ModuleShape]:
+        """Path -> widths of every module that carries LoRA."""
+        return MappingProxyType(self._injection.shapes)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes that one slot takes over all modules."""
+        return self.buffer_bytes // self._config.max_loras
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of all slots, allocated once when the model is wrapped."""
+        return sum(stack.weights.nbytes for stack in self._injection.stacks.values())
+
+    @property
+    def num_routing_builds(self) -> int:
+        """Routings built so far; steps that reuse the last one do not count."""
+        return self._step.num_builds
+
+    # Adapters.
+
+    def prepare(self, adapter: Adapter) -> PreparedAdapter:
+        """Match an adapter with the model, check, pack and cast it. Pure; any thread may call it.
+
+        Raises:
+            AdapterMismatchError: the adapter does not fit; every problem at once.
+        """
+        return self._preparer.prepare(adapter)
+
+    def register(self, key: str, prepared: PreparedAdapter) -> bool:
+        """Put an adapter into the host tier.
+
+        Returns:
+            False if `key` is known: then nothing changed but its place in the LRU order.
+
+        Raises:
+            HostTierFullError: it does not fit beside the entries that must stay.
+            RemovingError: `key` was removed and leases still hold it.
+        """
+        return self._cache.register(key, prepared, size_bytes=prepared.nbytes)
+
+    def touch(self, key: str) -> None:
+        """Count `key` as used now in the host tier's LRU order.
+
+        Raises:
+            UnknownKeyError: it is not registered.
+        """
+        self._cache.register(key, self._cache.get(key), size_bytes=0)
+
+    def remove(self, key: str) -> bool:
+        """Take an adapter away: gone for new leases at once, freed when its last lease ends.
+
+        Returns:
+            False if it is not registered.
+        """
+        return self._cache.remove(key)
+
+    def clear(self) -> None:
+        """Remove every adapter and forget the step's routing."""
+        self._cache.clear()
+        self._step.forget()
+
+    def activate(self, key: str) -> bool:
+        """Bring an adapter into a slot without holding it there; False if it was in one.
+
+        Raises:
+            UnknownKeyError, NoFreeSlotError: see `lora_cache.AdapterCache.activate`.
+        """
+        self._check_no_warm_up()
+        return self._cache.activate(key)
+
+    def deactivate(self, key: str) -> bool:
+        """Give an adapter's slot free, keep it in the host tier; False if it was in none.
+
+        Raises:
+            InUseError: it is pinned or leased.
+        """
+        return self._cache.deactivate(key)
+
+    def pin(self, key: str) -> None:
+        """Keep an adapter in both tiers until `unpin` or `remove`.
+
+        Raises:
+            UnknownKeyError, NoFreeSlotError, NoPinsError: see `lora_cache.AdapterCache.pin`.
+        """
+        self._check_no_warm_up()
+        self._cache.pin(key)
+
+    def unpin(self, key: str) -> None:
+        """Let an adapter be evicted again.
+
+        Raises:
+            UnknownKeyError: it is not registered.
+        """
+        self._cache.unpin(key)
+
+    def is_pinned(self, key: str) -> bool:
+        """Whether an adapter is pinned."""
+        return self._cache.is_pinned(key)
+
+    def residency(self, key: str) -> Residency:
+        """Where an adapter is: in a slot, in host memory, or in neither."""
+        return self._cache.residency(key)
+
+    def slot_of(self, key: str) -> int | None:
+        """Return an adapter's slot, or None."""
+        return self._cache.slot_of(key)
+
+    def keys(self) -> tuple[str, ...]:
+        """List the registered adapters, least recently used first."""
+        return self._cache.keys()
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._cache
+
+    def can_admit(self, keys: Collection[str]) -> bool:
+        """Whether `acquire` would succeed now; changes nothing."""
+        return self._cache.can_admit(keys)
+
+    def acquire(self, keys: Collection[str]) -> Lease[str]:
+        """Bring a set of adapters into slots and hold it there: the whole set or nothing.
+
+        Raises:
+            UnknownKeyError, SetTooLargeError, NoFreeSlotError: see
+                `lora_cache.AdapterCache.acquire`.
+            KernelError: an adapter that did not come from `prepare` has tensors that do not fit.
+        """
+        self._check_no_warm_up()
+        return self._cache.acquire(keys)
+
+    def stats(self) -> CacheStats:
+        """Return the state of both tiers at this moment."""
+        return self._cache.stats()
+
+    # Steps.
+
+    def set_routing(self, tokens: Sequence[RowRun], logits: Sequence[RowRun]) -> None:
+        """Say which adapters the rows of the next forward passes use.
+
+        Holds until the next call, or until a slot it uses is overwritten. Built anew only when the
+        runs or the slot layout changed.
+
+        Args:
+            tokens: runs of the rows that go through the model, in order; their sum is `T`.
+            logits: runs of the rows that reach the logits modules (`lm_head`), in order.
+
+        Raises:
+            AdapterNotActiveError: a run names an adapter that is in no slot. No routing is set
+                then, so that nothing can run as base instead.
+        """
+        for group in self._injection.groups:
+            group.drop()
+        version = self._cache.layout_version
+        self._step.set(tokens, logits, layout_version=version, slots_of=self._slots_of)
+
+    def _slots_of(self, keys: frozenset[str]) -> dict[str, int]:
+        slots = {key: self._dummy_slots.get(key, self._cache.slot_of(key)) for key in keys}
+        found = {key: slot for key, slot in slots.items() if slot is not None}
+        if len(found) < len(slots):
+            absent = sorted(slots.keys() - found.keys())
+            raise AdapterNotActiveError({key: self._cache.residency(key).value for key in absent})
+        return found
+
+    # Warm-up and the end.
+
+    def create_dummy_adapters(self, count: int) -> dict[str, PreparedAdapter]:
+        """Build `count` adapters of zeros, `warmup_1` and on, with a part for every module."""
+        return build_dummies(self._injection.stacks, count)
+
+    @contextmanager
+    def warm_up(self, count: int | None = None) -> Iterator[tuple[str, ...]]:
+        """Fill free slots with dummy adapters while the block runs; leave no trace.
+
+        Inside, the yielded keys can be named in `set_routing`; no adapter can be activated. The
+        cache does not see the dummies: statistics and registered adapters stay as they are.
+
+        Args:
+            count: dummies wanted; None means one for every free slot.
+
+        Raises:
+            ValueError: there are fewer free slots than `count`.
+        """
+        self._check_no_warm_up()
+        taken = {self._cache.slot_of(key) for key in self.keys()}
+        free = [slot for slot in range(self._config.max_loras) if slot not in taken]
+        count = len(free) if count is None else count
+        if count > len(free):
+            raise ValueError(f"warm-up with {count} adapters, {len(free)} slots are free")
+        dummies = self.create_dummy_adapters(count)
+        try:
+            for slot, (key, dummy) in zip(free, dummies.items(), strict=False):
+                self._writer.place(key, dummy, slot)
+                self._dummy_slots[key] = slot
+            yield tuple(dummies)
+        finally:
+            for slot in self._dummy_slots.values():
+                self._writer.clear(slot)
+            self._dummy_slots.clear()
+            self._step.forget()
+
+    def _check_no_warm_up(self) -> None:
+        assert not self._dummy_slots, "adapters are activated after the warm-up, not during it"
+
+    def unwrap(self) -> nn.Module:
+        """Hang the original modules back, free the slots, and return the model.
+
+        Leases still held lose their adapters.
+        """
+        self.clear()
+        self._injection.undo()
+        self._injection.stacks.clear()
+        return self._model

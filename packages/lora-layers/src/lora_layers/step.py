@@ -1,0 +1,179 @@
+"""The step's routing: built from runs of rows, shared by reference with every wrapped module.
+
+Knows keys and slots; nothing of requests, layers or weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+from lora_kernels import Routing, build_routing
+
+if TYPE_CHECKING:
+    import torch
+
+SlotLookup: TypeAlias = Callable[[frozenset[str]], dict[str, int]]
+"""Keys -> slots; raises `AdapterNotActiveError` when one is in no slot."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowRun:
+    """Consecutive rows of a step that use the same weighted set of adapters."""
+
+    num_rows: int
+    """Rows in the run; 0 adds nothing."""
+
+    adapters: tuple[tuple[str, float], ...] = ()
+    """(key, scale) of each adapter; empty for the base model. The deltas add up, each times its
+    scale."""
+
+
+class NoRouting:
+    """Stands where a routing would be while none is set, so that no call can go on without one."""
+
+
+NO_ROUTING = NoRouting()
+
+
+class RoutingCell:
+    """The place from which wrapped modules read the step's routing.
+
+    `active` is None when no row of the step has an adapter: then a module adds nothing, at the
+    price of one comparison.
+    """
+
+    __slots__ = ("active",)
+
+    def __init__(self) -> None:
+        self.active: Routing | NoRouting | None = NO_ROUTING
+
+
+class _Memo:
+    """The routing of one kind of rows, and what it was made from."""
+
+    __slots__ = ("cell", "layout_version", "routing", "runs")
+
+    def __init__(self) -> None:
+        self.cell = RoutingCell()
+        self.forget()
+
+    def forget(self) -> None:
+        self.runs: tuple[RowRun, ...] | None = None
+        self.layout_version = -1
+        self.routing: Routing | None = None
+        self.cell.active = NO_ROUTING
+
+    def holds(self, runs: tuple[RowRun, ...], layout_version: int) -> bool:
+        return layout_version == self.layout_version and runs == self.runs
+
+    def keep(self, runs: tuple[RowRun, ...], layout_version: int, routing: Routing) -> None:
+        self.runs, self.layout_version, self.routing = runs, layout_version, routing
+
+    def publish(self) -> None:
+        if self.routing is not None:
+            self.cell.active = None if self.routing.is_empty else self.routing
+
+
+class StepState:
+    """The routing of the current step, for token rows and for logits rows.
+
+    Rebuilt only when the runs **or** the slot layout changed: an adapter activated beside a step
+    may have moved slots under unchanged runs. One thread owns it.
+    """
+
+    def __init__(self, *, num_slots: int, device: torch.device) -> None:
+        self._num_slots = num_slots
+        self._device = device
+        self._tokens = _Memo()
+        self._logits = _Memo()
+        self.num_builds = 0
+        """Routings built so far; a step that reuses one does not count."""
+
+    @property
+    def tokens(self) -> RoutingCell:
+        """Where modules that see every token of the step read."""
+        return self._tokens.cell
+
+    @property
+    def logits(self) -> RoutingCell:
+        """Where modules that see only the rows that get logits read."""
+        return self._logits.cell
+
+    def set(
+        self,
+        tokens: Sequence[RowRun],
+        logits: Sequence[RowRun],
+        *,
+        layout_version: int,
+        slots_of: SlotLookup,
+    ) -> None:
+        """Set both routings, or neither: after an error no routing is set.
+
+        Raises:
+            AdapterNotActiveError: a run names an adapter that is in no slot.
+        """
+        self._tokens.cell.active = self._logits.cell.active = NO_ROUTING
+        token_runs, logits_runs = tuple(tokens), tuple(logits)
+        self._renew(self._tokens, token_runs, layout_version, slots_of)
+        shared = self._tokens.routing
+        if shared is not None and logits_runs == token_runs:
+            self._logits.keep(logits_runs, layout_version, shared)  # every row gets logits: decode
+        else:
+            self._renew(self._logits, logits_runs, layout_version, slots_of)
+        self._tokens.publish()
+        self._logits.publish()
+
+    def forget(self) -> None:
+        """Drop both routings: until the next `set` modules with adapters refuse to run."""
+        self._tokens.forget()
+        self._logits.forget()
+
+    def uses_slot(self, slot: int) -> bool:
+        """Whether the current routing reads `slot`."""
+        return any(
+            segment.slot == slot
+            for memo in (self._tokens, self._logits)
+            if memo.routing is not None
+            for segment in memo.routing.segments
+        )
+
+    def _renew(
+        self, memo: _Memo, runs: tuple[RowRun, ...], layout_version: int, slots_of: SlotLookup
+    ) -> None:
+        if memo.holds(runs, layout_version):
+            return
+        keys = frozenset(key for run in runs for key, _ in run.adapters)
+        routing = route_runs(runs, slots_of(keys), num_slots=self._num_slots, device=self._device)
+        memo.keep(runs, layout_version, routing)
+        self.num_builds += 1
+
+
+def route_runs(
+    runs: Sequence[RowRun], slots: dict[str, int], *, num_slots: int, device: torch.device
+) -> Routing:
+    """Build the routing of runs whose adapters all have a slot.
+
+    Raises:
+        KernelArgumentError: a scale is not finite.
+    """
+    token_idx: list[int] = []
+    entry_slots: list[int] = []
+    scales: list[float] = []
+    start = 0
+    for run in runs:
+        end = start + run.num_rows
+        for key, scale in run.adapters:
+            token_idx += range(start, end)
+            entry_slots += [slots[key]] * run.num_rows
+            scales += [scale] * run.num_rows
+        start = end
+    return build_routing(
+        token_idx=token_idx,
+        slots=entry_slots,
+        scales=scales,
+        num_tokens=start,
+        num_slots=num_slots,
+        device=device,
+    )
