@@ -26,11 +26,13 @@ from lora_cache.protocols import Clock, EvictionHook, Loaded, Loader, Placer
 from lora_cache.slots import Move, SlotTable
 from lora_cache.stats import CacheStats, TierStats
 from lora_cache.tiers import EvictionPolicy, Residency, Tier
+from lora_cache.view import CacheView
 
 __all__ = [
     "AdapterCache",
     "CacheError",
     "CacheStats",
+    "CacheView",
     "Clock",
     "EvictionHook",
     "EvictionPolicy",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Hashable, Iterable, Mapping
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from lora_cache.errors import (
     CacheError,
@@ -19,12 +19,10 @@ from lora_cache.errors import (
     SetTooLargeError,
     UnknownKeyError,
 )
-from lora_cache.host import HostTier
 from lora_cache.lease import Lease
-from lora_cache.slots import SlotTable
-from lora_cache.stats import CacheStats
-from lora_cache.tiers import EvictionPolicy, Residency
+from lora_cache.tiers import EvictionPolicy
 from lora_cache.transfers import Transfers
+from lora_cache.view import CacheView
 
 if TYPE_CHECKING:
     from lora_cache.protocols import Clock, EvictionHook, Loader, Placer
@@ -33,13 +31,13 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
-class AdapterCache(Generic[K, V]):
+class AdapterCache(CacheView[K, V]):
     """A host tier of values and a table of device slots above it, kept consistent.
 
     At any moment: what is in a slot is in the host tier too; no key is in two slots; pinned and
     leased keys are in their slots; the counts and bytes are within their limits. A call that raises
-    one of this package's errors has changed nothing but the count of refusals. Errors of the placer
-    and of the hook pass through and leave the cache consistent.
+    one of this package's errors has changed nothing but counters. Errors of the placer and of the
+    hook pass through and leave the cache consistent.
 
     One thread owns it and makes all calls. Keys should be digests of content: then equal content
     under two names takes one entry and one slot.
@@ -73,131 +71,18 @@ class AdapterCache(Generic[K, V]):
         Raises:
             ValueError: a number is out of range; the message lists all that are.
         """
-        problems = _limit_problems(num_slots, max_host, max_host_bytes)
-        if problems:
-            raise ValueError("; ".join(problems))
-        self._policy = policy
+        super().__init__(
+            num_slots=num_slots, max_host=max_host, max_host_bytes=max_host_bytes, policy=policy
+        )
         self._allow_pin_all = allow_pin_all
-        self._slots: SlotTable[K] = SlotTable(num_slots)
-        self._host: HostTier[K, V] = HostTier(
-            max_entries=max_host, max_bytes=max_host_bytes, policy=policy
-        )
-        self._draining: set[K] = set()  # removed, but still leased
         self._transfers = Transfers(
-            slots=self._slots, host=self._host, placer=placer, on_evict=on_evict, clock=clock
-        )
-        self._num_leases = 0
-        self._refusals = 0
-        self._num_clears = 0
-
-    # Questions: no effects, not even on the order of use.
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._host and key not in self._draining
-
-    def __len__(self) -> int:
-        return len(self._host) - len(self._draining)
-
-    def __repr__(self) -> str:
-        return f"AdapterCache({self._slots!r}, {self._host!r})"
-
-    @property
-    def num_slots(self) -> int:
-        """Device slots in all."""
-        return self._slots.num_slots
-
-    @property
-    def layout_version(self) -> int:
-        """Grows with every change of which key sits in which slot, and with `clear`.
-
-        Two equal values mean that every key is where it was and holds what it held.
-        """
-        return self._slots.version + self._num_clears
-
-    def keys(self) -> tuple[K, ...]:
-        """Return the registered keys, least recently used first."""
-        return tuple(key for key in self._host if key not in self._draining)
-
-    def slots(self) -> tuple[K | None, ...]:
-        """Return the key in each slot, `num_slots` items, None for a free one."""
-        return self._slots.slots()
-
-    def active_keys(self) -> tuple[K, ...]:
-        """Return the keys in slots, least recently used first, draining ones included."""
-        return self._slots.keys()
-
-    def pinned_keys(self) -> tuple[K, ...]:
-        """Return the pinned keys, in the order in which they were pinned."""
-        return self._slots.pinned
-
-    def leased_keys(self) -> dict[K, int]:
-        """Return each leased key with the number of leases that hold it."""
-        return dict(self._slots.leased)
-
-    def draining_keys(self) -> frozenset[K]:
-        """Return the keys that are removed and wait for their last lease to end."""
-        return frozenset(self._draining)
-
-    def get(self, key: K) -> V:
-        """Return the value of `key`.
-
-        Raises:
-            UnknownKeyError: `key` is not registered.
-        """
-        if key not in self:
-            raise UnknownKeyError([key])
-        return self._host.get(key)
-
-    def slot_of(self, key: K) -> int | None:
-        """Return the slot `key` sits in, or None. A draining key is still in its slot."""
-        return self._slots.slot_of(key)
-
-    def residency(self, key: K) -> Residency:
-        """Return where `key` is now; a key this cache does not know can only be on disk."""
-        if key in self._slots:
-            return Residency.DEVICE
-        return Residency.HOST if key in self._host else Residency.DISK
-
-    def is_pinned(self, key: K) -> bool:
-        """Whether `key` is pinned."""
-        return self._slots.is_pinned(key)
-
-    def can_admit(self, keys: Collection[K]) -> bool:
-        """Whether `acquire(keys)` would succeed now; pins and leases count.
-
-        The answer holds until the next call that changes the cache. Unknown keys: False.
-        """
-        wanted = dict.fromkeys(keys)
-        if not all(key in self for key in wanted):
-            return False
-        return self._slots.plan(wanted, evict=self._policy is EvictionPolicy.LRU) is not None
-
-    def fits_beside_pins(self, keys: Collection[K]) -> bool:
-        """Whether the set fits into the slots once every lease has ended.
-
-        If not, waiting does not help: only `unpin` makes room. Says nothing about whether the keys
-        are registered.
-        """
-        return len(set(keys).union(self._slots.pinned)) <= self._slots.num_slots
-
-    def stats(self) -> CacheStats:
-        """Return a snapshot of counters and state."""
-        return CacheStats(
-            device=self._transfers.device_counters.snapshot(),
-            host=self._transfers.host_counters.snapshot(),
-            refusals=self._refusals,
-            num_slots=self._slots.num_slots,
-            slots_used=len(self._slots),
-            slots_pinned=len(self._slots.pinned),
-            slots_leased=len(self._slots.leased),
-            slots_draining=len(self._draining),
-            num_leases=self._num_leases,
-            device_bytes=sum(self._host.size_of(key) for key in self._slots),
-            host_entries=len(self._host),
-            max_host=self._host.max_entries,
-            host_bytes=self._host.num_bytes,
-            max_host_bytes=self._host.max_bytes,
-            layout_version=self.layout_version,
+            slots=self._slots,
+            host=self._host,
+            device_counters=self._device_counters,
+            host_counters=self._host_counters,
+            placer=placer,
+            on_evict=on_evict,
+            clock=clock,
         )
 
     # Host tier.
@@ -220,11 +105,11 @@ class AdapterCache(Generic[K, V]):
         """
         self._refuse_draining(key)
         if key in self._host:
-            self._transfers.host_counters.hits += 1
+            self._host_counters.hits += 1
             self._host.touch([key])
             return False
         self._add(key, value, size_bytes)
-        self._transfers.host_counters.misses += 1
+        self._host_counters.misses += 1
         return True
 
     def load(self, key: K, loader: Loader[K, V]) -> V:
@@ -238,7 +123,7 @@ class AdapterCache(Generic[K, V]):
         """
         self._refuse_draining(key)
         if key in self._host:
-            self._transfers.host_counters.hits += 1
+            self._host_counters.hits += 1
             self._host.touch([key])
             return self._host.get(key)
         loaded = self._transfers.load(key, loader)
@@ -259,11 +144,11 @@ class AdapterCache(Generic[K, V]):
         """
         self._refuse_draining(key)
         if key in self._slots.leased:
-            self._refuse_in_use(key)
+            raise self._in_use(key)
         loaded = self._transfers.load(key, loader)
         was_pinned = self.is_pinned(key)
         self._add(key, loaded.value, loaded.size_bytes)
-        self._transfers.host_counters.misses += 1
+        self._host_counters.misses += 1
         if was_pinned:
             self.pin(key)
         return loaded.value
@@ -297,7 +182,7 @@ class AdapterCache(Generic[K, V]):
             slots = self._slots.find(wanted)
         self._slots.hold(wanted)
         self._host.touch(wanted)
-        counters = self._transfers.device_counters
+        counters = self._device_counters
         counters.hits += num_hits
         counters.misses += len(wanted) - num_hits
         self._num_leases += 1
@@ -316,7 +201,7 @@ class AdapterCache(Generic[K, V]):
         self._bring_in({key: None})
         self._slots.touch(key)
         self._host.touch([key])
-        counters = self._transfers.device_counters
+        counters = self._device_counters
         counters.hits += was_active
         counters.misses += not was_active
         return not was_active
@@ -333,7 +218,7 @@ class AdapterCache(Generic[K, V]):
         if key not in self._slots:
             return False
         if key in self._slots.leased or self._slots.is_pinned(key):
-            self._refuse_in_use(key)
+            raise self._in_use(key)
         self._slots.free(key)
         return True
 
@@ -420,8 +305,8 @@ class AdapterCache(Generic[K, V]):
         if key in self._draining:
             raise self._refusal(RemovingError(key=key, num_leases=self._slots.leased[key]))
 
-    def _refuse_in_use(self, key: K) -> None:
-        raise self._refusal(
+    def _in_use(self, key: K) -> CacheError:
+        return self._refusal(
             InUseError(
                 key=key,
                 num_leases=self._slots.leased.get(key, 0),
@@ -451,7 +336,7 @@ class AdapterCache(Generic[K, V]):
         num_slots = self._slots.num_slots
         if len(wanted) > num_slots:
             raise self._refusal(SetTooLargeError(num_keys=len(wanted), num_slots=num_slots))
-        moves = self._slots.plan(wanted, evict=self._policy is EvictionPolicy.LRU)
+        moves = self._plan(wanted)
         if moves is None:
             absent = [key for key in wanted if key not in self._slots]
             blocked = not self.fits_beside_pins(wanted)
@@ -487,15 +372,3 @@ class AdapterCache(Generic[K, V]):
             drained = [key for key in slots if key in self._draining and key not in leased]
             self._draining.difference_update(drained)
             self._transfers.free(drained)
-
-
-def _limit_problems(num_slots: int, max_host: int, max_host_bytes: int | None) -> list[str]:
-    """Return what is wrong with a cache's limits, all of it."""
-    problems = []
-    if num_slots < 1:
-        problems.append(f"num_slots is {num_slots}, expected at least 1")
-    if max_host < max(num_slots, 1):
-        problems.append(f"max_host is {max_host}, expected at least num_slots ({num_slots})")
-    if max_host_bytes is not None and max_host_bytes < 1:
-        problems.append(f"max_host_bytes is {max_host_bytes}, expected at least 1 or None")
-    return problems

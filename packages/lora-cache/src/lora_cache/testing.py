@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
-from lora_cache.tiers import Residency, Tier
+from lora_cache.cache import AdapterCache
+from lora_cache.tiers import EvictionPolicy, Residency, Tier
 
 if TYPE_CHECKING:
-    from lora_cache.cache import AdapterCache
     from lora_cache.protocols import Loaded
 
 K = TypeVar("K", bound=Hashable)
@@ -105,6 +105,62 @@ class RecordingLoader(Generic[K, V]):
         return self.stored[key]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheRig:
+    """A cache of strings with recording parts around it; each key is one letter."""
+
+    cache: AdapterCache[str, str]
+    """The cache under test."""
+    placer: RecordingPlacer[str, str]
+    """Its device."""
+    hook: RecordingHook[str]
+    """Its eviction hook."""
+    clock: ManualClock
+    """The clock of cache and placer."""
+
+    @classmethod
+    def build(
+        cls,
+        *,
+        num_slots: int = 2,
+        max_host: int = 4,
+        max_host_bytes: int | None = None,
+        policy: EvictionPolicy = EvictionPolicy.LRU,
+        allow_pin_all: bool = False,
+    ) -> Self:
+        """Return a rig around an empty cache; arguments as `AdapterCache`."""
+        clock = ManualClock()
+        placer: RecordingPlacer[str, str] = RecordingPlacer(clock=clock)
+        hook: RecordingHook[str] = RecordingHook()
+        cache: AdapterCache[str, str] = AdapterCache(
+            placer=placer,
+            num_slots=num_slots,
+            max_host=max_host,
+            max_host_bytes=max_host_bytes,
+            policy=policy,
+            on_evict=hook,
+            allow_pin_all=allow_pin_all,
+            clock=clock,
+        )
+        return cls(cache=cache, placer=placer, hook=hook, clock=clock)
+
+    def register(self, keys: str, *, size_bytes: int = 1) -> None:
+        """Register each letter of `keys` with a value that names it."""
+        for key in keys:
+            self.cache.register(key, f"value of {key}", size_bytes=size_bytes)
+
+    def activate(self, keys: str) -> None:
+        """Register and activate each letter of `keys`."""
+        for key in keys:
+            self.register(key)
+            self.cache.activate(key)
+
+    def check(self) -> None:
+        """Assert that the books are in order and each slot holds what it should."""
+        check_consistency(self.cache)
+        check_device(self.cache, self.placer)
+
+
 def check_consistency(cache: AdapterCache[K, V]) -> None:
     """Assert all that must hold of a cache between any two calls.
 
@@ -136,9 +192,11 @@ def _check_slots(cache: AdapterCache[K, V]) -> None:
     """No key twice, every way to ask agrees, and the device is a subset of the host."""
     held = [key for key in cache.slots() if key is not None]
     assert len(held) == len(set(held)), f"a key sits in two slots: {cache.slots()!r}"
-    assert set(held) == set(cache.active_keys()), "slots and active keys differ"
-    for slot, key in enumerate(cache.slots()):
-        assert key is None or cache.slot_of(key) == slot, f"{key!r} is not where it says"
+    for key in cache.active_keys():
+        slot = cache.slot_of(key)
+        assert slot is not None, f"{key!r} is active and has no slot"
+        assert cache.slots()[slot] == key, f"{key!r} is not where it says: {cache.slots()!r}"
+    assert len(held) == len(cache.active_keys()), "a key in a slot is not active"
     known = set(cache.keys()) | cache.draining_keys()
     assert set(held) <= known, f"in a slot, not in the host tier: {set(held) - known!r}"
 

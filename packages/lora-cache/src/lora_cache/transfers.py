@@ -10,13 +10,13 @@ from collections.abc import Hashable, Iterable
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from lora_cache.errors import LoadFailedError
-from lora_cache.stats import TierCounters
 from lora_cache.tiers import Tier
 
 if TYPE_CHECKING:
     from lora_cache.host import HostTier
     from lora_cache.protocols import Clock, EvictionHook, Loaded, Loader, Placer
     from lora_cache.slots import Move, SlotTable
+    from lora_cache.stats import TierCounters
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -30,18 +30,20 @@ class Transfers(Generic[K, V]):
         *,
         slots: SlotTable[K],
         host: HostTier[K, V],
+        device_counters: TierCounters,
+        host_counters: TierCounters,
         placer: Placer[K, V],
         on_evict: EvictionHook[K] | None,
         clock: Clock,
     ) -> None:
-        """Work on `slots` and `host`, which the caller shares."""
+        """Work on tiers and counters that the caller shares."""
         self._slots = slots
         self._host = host
+        self._device_counters = device_counters
+        self._host_counters = host_counters
         self._placer = placer
         self._on_evict = on_evict
         self._clock = clock
-        self.device_counters = TierCounters()
-        self.host_counters = TierCounters()
 
     def load(self, key: K, loader: Loader[K, V]) -> Loaded[V]:
         """Call the loader; changes no tier.
@@ -53,17 +55,17 @@ class Transfers(Generic[K, V]):
         try:
             return loader(key)
         except Exception as error:  # the loader is the caller's: anything may come out of it
-            self.host_counters.load_failures += 1
+            self._host_counters.load_failures += 1
             raise LoadFailedError(key=key, reason=str(error) or type(error).__name__) from error
         finally:
-            self.host_counters.load_s += self._clock() - start_s
+            self._host_counters.load_s += self._clock() - start_s
 
     def place(self, move: Move[K]) -> None:
         """Evict the victim, write the slot, and only then give it to the key."""
         if move.victim is not None:
             self._evict_from_slot(move.victim)
         value = self._host.get(move.key)
-        counters = self.device_counters
+        counters = self._device_counters
         start_s = self._clock()
         is_placed = False
         try:
@@ -86,10 +88,10 @@ class Transfers(Generic[K, V]):
             if victim in self._slots:
                 self._evict_from_slot(victim)
             self._host.remove(victim)
-            self.host_counters.evictions += 1
+            self._host_counters.evictions += 1
             self._tell(victim, Tier.HOST)
         self._host.add(key, value, size_bytes=size_bytes)
-        self.host_counters.loads += 1
+        self._host_counters.loads += 1
 
     def unpin(self, key: K) -> None:
         """Unpin `key` in both tiers."""
@@ -108,7 +110,7 @@ class Transfers(Generic[K, V]):
 
     def _evict_from_slot(self, key: K) -> None:
         self._slots.free(key)
-        self.device_counters.evictions += 1
+        self._device_counters.evictions += 1
         self._tell(key, Tier.DEVICE)
 
     def _tell(self, key: K, tier: Tier) -> None:
