@@ -97,7 +97,7 @@ def serve(resolved: ResolvedConfig, build: Callable[[ServerConfig], Service]) ->
         print_table(resolved)
     for folder in resolved.skipped_folders:
         _logger.warning("--lora-dir: %r has no adapter_config.json, skipped", folder)
-    listener = _bind(config.host, config.port)
+    listener = bind_address(config.host, config.port)
     with listener:
         service = build(config)
         try:
@@ -133,13 +133,19 @@ def _serve_until_signal(config: ServerConfig, service: Service, listener: socket
     return 1 if failures else 0
 
 
-def _bind(host: str, port: int) -> socket.socket:
-    """Take the address before the model is loaded; connections are refused until listening."""
+def bind_address(host: str, port: int) -> socket.socket:
+    """Take the address before the model is loaded; connections are refused until listening.
+
+    Raises:
+        StartupError: when there is no such address, or somebody has it.
+    """
     try:
-        family, _, _, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP, flags=socket.AI_PASSIVE
         )[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
+        # asyncio sends small packets at once only where the protocol is spelled out; otherwise
+        # every streamed token may wait 40 ms for the acknowledgement of the one before
+        listener = socket.socket(family, kind, protocol)
     except OSError as error:
         raise StartupError([f"--host {host!r} --port {port}: {error}"]) from error
     try:

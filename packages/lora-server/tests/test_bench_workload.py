@@ -1,0 +1,91 @@
+"""What a load test sends follows from its seed and its popularity."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+
+import pytest
+
+from lora_server.cli.bench.workload import Popularity, Workload, choose_models, plan_requests
+
+MODELS = ("a", "b", "c", "d")
+
+
+def workload(**changes):
+    values = {
+        "models": MODELS,
+        "num_prompts": 40,
+        "input_len": 7,
+        "output_len": 3,
+        "popularity": Popularity.UNIFORM,
+        "request_rate": math.inf,
+        "vocab_size": 1000,
+        "seed": 5,
+    }
+    return Workload(**{**values, **changes})
+
+
+def test_the_same_seed_plans_the_same_requests_and_another_seed_others():
+    assert plan_requests(workload()) == plan_requests(workload())
+    assert plan_requests(workload()) != plan_requests(workload(seed=6))
+
+
+def test_prompts_have_their_length_and_stay_inside_the_vocabulary():
+    requests = plan_requests(workload())
+
+    assert len(requests) == 40
+    assert {len(request.prompt) for request in requests} == {7}
+    assert all(256 <= token < 1000 for request in requests for token in request.prompt)
+    assert len({request.prompt for request in requests}) == 40
+
+
+@pytest.mark.parametrize("size", [1, 2, 256, 257])
+def test_a_small_vocabulary_is_used_to_its_end(size):
+    requests = plan_requests(workload(vocab_size=size))
+
+    tokens = {token for request in requests for token in request.prompt}
+    assert tokens == {size - 1}
+
+
+def test_an_infinite_rate_sends_at_once_and_a_finite_one_in_the_mean():
+    assert {request.arrival_s for request in plan_requests(workload())} == {0.0}
+
+    arrivals = [r.arrival_s for r in plan_requests(workload(num_prompts=4000, request_rate=20.0))]
+
+    assert arrivals == sorted(arrivals)
+    # the sum of 4000 pauses has a standard deviation of 1.6 % of its mean
+    assert arrivals[-1] == pytest.approx(200.0, rel=0.1)
+
+
+def counts_of(popularity, count=4000):
+    chosen = choose_models(MODELS, count, popularity, random.Random(3))
+    assert len(chosen) == count
+    return Counter(chosen)
+
+
+def test_distinct_takes_turns():
+    chosen = choose_models(MODELS, 6, Popularity.DISTINCT, random.Random(3))
+
+    assert chosen == ["a", "b", "c", "d", "a", "b"]
+
+
+def test_identical_asks_for_the_first_only():
+    assert counts_of(Popularity.IDENTICAL) == {"a": 4000}
+
+
+def test_uniform_gives_equal_chances():
+    counts = counts_of(Popularity.UNIFORM)
+
+    # four standard deviations of a binomial distribution around its mean of 1000
+    assert all(890 < counts[model] < 1110 for model in MODELS)
+
+
+def test_zipf_prefers_the_first_by_the_stated_weights():
+    counts = counts_of(Popularity.ZIPF)
+
+    weights = [1 / k**1.5 for k in (1, 2, 3, 4)]
+    for model, weight in zip(MODELS, weights, strict=True):
+        expected = 4000 * weight / sum(weights)
+        assert counts[model] == pytest.approx(expected, abs=4 * math.sqrt(expected))
