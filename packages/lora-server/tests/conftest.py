@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -21,6 +21,9 @@ from lora_server.http.app import create_app
 from lora_server.http.service import Phase, Readiness, Service
 from lora_server.http.text import TextProcessor
 from lora_server.metrics import CacheSnapshot, ServerMetrics
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
@@ -42,8 +45,10 @@ def build_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> PreTrainedToke
         show_progress=False,
     )
     tokenizer.train_from_iterator(["hello world, the cat sat on the mat."] * 4, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|end|>", chat_template=chat_template
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer,
+        eos_token="<|end|>",
+        chat_template=chat_template,
     )
 
 
@@ -78,6 +83,7 @@ class ScriptedEngine:
         self.ended: list[str] = []
         self.num_sent = 0
         self.stats = Stats()
+        self.on_hang: Callable[[], None] = lambda: None
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[EngineOutput, None]:
         self.requests.append(request)
@@ -92,6 +98,7 @@ class ScriptedEngine:
                 self.num_sent += 1
                 yield item
             if num_open:
+                self.on_hang()
                 await asyncio.Event().wait()
         finally:
             self.ended.append(request.request_id)
@@ -121,6 +128,7 @@ class Catalog:
     def __init__(self, *names: str) -> None:
         self.base_names = ("base-model", "alias")
         self.by_name = {name: Card(name=name, digest=digest_of(name)) for name in names}
+        self.held: list[str] = []
 
     def is_base(self, name: str) -> bool:
         return name in self.base_names
@@ -129,6 +137,16 @@ class Catalog:
         if name not in self.by_name:
             raise ModelNotFoundError(name, (*self.base_names, *self.by_name))
         return self.by_name[name]
+
+    @contextmanager
+    def hold(self, digests: Iterable[str]) -> Iterator[None]:
+        digests = list(digests)
+        self.held += digests
+        try:
+            yield
+        finally:
+            for digest in digests:
+                self.held.remove(digest)
 
     async def load(
         self,
@@ -206,6 +224,65 @@ class Harness:
         ids: list[int] = self.tokenizer.backend_tokenizer.encode(text).ids
         return tuple(ids)
 
+    def events(self, response: httpx.Response) -> list[Any]:
+        """Return the JSON of a stream's events; the last one must be the end mark."""
+        assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+        lines = [line for line in response.text.split("\n\n") if line]
+        assert all(line.startswith("data: ") for line in lines)
+        assert lines[-1] == "data: [DONE]"
+        return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+    def error(self, response: httpx.Response) -> dict[str, Any]:
+        """Return a refusal, which must have the one shape."""
+        body = response.json()
+        assert list(body) == ["error"]
+        error: dict[str, Any] = body["error"]
+        assert {"message", "type", "param", "code"} <= error.keys()
+        return error
+
+    def leave(self, path: str, body: Any, *, after_chunks: int | None = None) -> list[Any]:
+        """Send a request and leave after some chunks, or when the engine's script is over."""
+        sent: list[Any] = []
+        gone = asyncio.Event()
+        messages = [{"type": "http.request", "body": json.dumps(body).encode()}]
+
+        async def receive() -> Any:
+            if messages:
+                return messages.pop()
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+            num_chunks = sum(bool(m.get("body")) for m in sent)
+            if after_chunks is not None and num_chunks >= after_chunks:
+                gone.set()
+
+        if after_chunks is None:
+            self.engine.on_hang = gone.set
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": "POST",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "scheme": "http",
+            "server": ("test", 80),
+            "client": ("test", 1),
+            "headers": [(b"content-type", b"application/json")],
+        }
+        asyncio.run(asyncio.wait_for(self.app(scope, receive, send), 10))
+        return sent
+
+    def spell(
+        self, request: GenerationRequest, index: int, text: str, **options: Any
+    ) -> list[SequenceOutput]:
+        """Return one continuation as the engine sends it, a token a message."""
+        return spell(request, index, self.ids(text), **options)
+
     def says(self, *texts: str, **options: Any) -> None:
         """Let the engine answer continuation i with `texts[i]`, a token a message."""
         answers = [self.ids(text) for text in texts]
@@ -248,14 +325,6 @@ def logprob_of(token_id: int, position: int, num_top: int) -> TokenLogprob:
     return TokenLogprob(token_id=token_id, logprob=-0.5 - position, rank=1, top=top)
 
 
-def events_of(response: httpx.Response) -> list[Any]:
-    """Return the JSON of a stream's events; the last one must be the end mark."""
-    lines = [line for line in response.text.split("\n\n") if line]
-    assert all(line.startswith("data: ") for line in lines)
-    assert lines[-1] == "data: [DONE]"
-    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
-
-
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
     return build_tokenizer()
@@ -278,7 +347,7 @@ def make_harness(tokenizer: PreTrainedTokenizerFast) -> Callable[..., Harness]:
             "model_path": "/models/base",
             "created_s": 1_600_000_000.0,
             "version": "9.9",
-            "metrics": ServerMetrics(reserved_labels=("base", "weighted_set")),
+            "metrics": ServerMetrics(),
             "readiness": Readiness(Phase.READY),
             "now": lambda: 1_700_000_000.0,
         }
@@ -293,5 +362,3 @@ def harness(make_harness: Callable[..., Harness]) -> Harness:
     harness = make_harness()
     harness.says("hello world")
     return harness
-
-

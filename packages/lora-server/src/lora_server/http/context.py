@@ -6,7 +6,8 @@ The middleware is plain ASGI: it costs one call a message and leaves streams as 
 from __future__ import annotations
 
 import uuid
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Final
 
 from fastapi import Request
@@ -25,6 +26,8 @@ class ExchangeContext:
     """The client's own id where it sent a usable one."""
     adapter_label: str | None = None
     """What answers, for the header; None until the adapter is chosen."""
+    held: ExitStack = field(default_factory=ExitStack)
+    """What is kept until the reply is complete, or the client has left."""
 
 
 def context_of(request: Request) -> ExchangeContext:
@@ -56,7 +59,8 @@ class ContextMiddleware:
             await send(message)
 
         try:
-            await self.app(scope, receive, send_with_headers)
+            with context.held:
+                await self.app(scope, receive, send_with_headers)
         except Exception as error:
             if has_started:
                 raise

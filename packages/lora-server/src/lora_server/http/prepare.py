@@ -77,7 +77,7 @@ def limits_of(service: Service) -> Limits:
 
 
 def choose(request: Request, body: GenerationBody) -> Selection:
-    """Decide what answers, and note it for the reply's header.
+    """Decide what answers, hold it until the reply is complete, and note it for the header.
 
     Raises:
         NotReadyError: the server is starting or draining.
@@ -92,7 +92,10 @@ def choose(request: Request, body: GenerationBody) -> Selection:
         weighted=body.lora,
         max_loras=service.max_loras,
     )
-    context_of(request).adapter_label = selection.label
+    context = context_of(request)
+    # Nothing is awaited between the choice and the hold: the version cannot go away in between.
+    context.held.enter_context(service.catalog.hold(use.digest for use in selection.adapters))
+    context.adapter_label = selection.label
     return selection
 
 

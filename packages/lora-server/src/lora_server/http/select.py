@@ -14,12 +14,11 @@ from lora_server.engine.request import AdapterUse
 from lora_server.errors import AdapterConflictError, InvalidRequestError, ModelNotFoundError
 from lora_server.http.schemas.openai import WeightedAdapter
 from lora_server.http.service import AdapterEntry, Catalog
+from lora_server.metrics import BASE_LABEL, WEIGHTED_LABEL
 
 HEADER: Final = "X-Use-LoRA"
-BASE_LABEL: Final = "base"
-"""Value of the header that asks for no adapter, and label of the base in replies and metrics."""
-WEIGHTED_LABEL: Final = "weighted_set"
-"""Metrics label of requests that combine several adapters."""
+_NO_ADAPTER: Final = "base"
+"""Value of the header that asks for no adapter, and the reply's label for it."""
 
 _DIGEST_CHARS: Final = 12
 # Kept as they are in the reply's header; anything else could end the header line or split it.
@@ -73,7 +72,7 @@ def select(
     choice = by_model or by_header
     if choice is None or choice.entry is None:
         asked = model or catalog.base_names[0]
-        return Selection(model=asked, label=BASE_LABEL, metrics_label=BASE_LABEL)
+        return Selection(model=asked, label=_NO_ADAPTER, metrics_label=BASE_LABEL)
     entry = choice.entry
     return Selection(
         model=entry.name,
@@ -122,7 +121,7 @@ def _header_choice(catalog: Catalog, values: Sequence[str]) -> _Choice | None:
         )
     if not names:
         return None
-    if names[0] == BASE_LABEL:
+    if names[0] == _NO_ADAPTER:
         return _Choice(None)
     return _resolve(catalog, names[0], HEADER)
 

@@ -6,7 +6,8 @@ Knows nothing of models, devices or files; the engine and the catalog of adapter
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
@@ -104,6 +105,10 @@ class Catalog(Protocol):
         """Return the adapter served under exactly this name, or raise `ModelNotFoundError`."""
         ...
 
+    def hold(self, digests: Iterable[str]) -> AbstractContextManager[None]:
+        """Keep versions from being freed while a request that chose them is unfinished."""
+        ...
+
     async def load(
         self,
         *,
@@ -172,14 +177,14 @@ class Service:
     """Slots: the most adapters that one request may combine."""
     model_path: str
     """Where the base model was read from; the `root` of its card."""
-    created_s: float
-    """When the base model was loaded, seconds since 1970."""
     version: str
     """Version of this package."""
     metrics: ServerMetrics
     readiness: Readiness = field(default_factory=Readiness)
     keys: ApiKeys = field(default_factory=ApiKeys)
+    created_s: float = field(default_factory=time.time)
+    """When the base model was loaded, seconds since 1970."""
     clock: Callable[[], float] = time.monotonic
-    """Seconds from any start, for durations."""
+    """Seconds from any start, for durations; the engine's clock."""
     now: Callable[[], float] = time.time
     """Seconds since 1970, for time stamps."""

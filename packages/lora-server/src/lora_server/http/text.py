@@ -5,18 +5,19 @@ An adapter's own tokenizer and template are not used. Knows nothing of requests 
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from jinja2.exceptions import TemplateError
 
-from lora_server.errors import InvalidRequestError
+from lora_server.errors import InvalidRequestError, StartupError
 from lora_server.http.detokenize import REPLACEMENT, Detokenizer
 
 if TYPE_CHECKING:
     # transformers takes seconds to import, and only its instances are needed here.
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerBase
 
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -27,8 +28,21 @@ class TextProcessor:
     Takes the tokenizer over: truncation and padding, which belong to training, are switched off.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Wrap a tokenizer.
+
+        Raises:
+            StartupError: it is not one of the tokenizers library, which streams are decoded with.
+        """
+        from transformers import PreTrainedTokenizerFast
+
+        if not isinstance(tokenizer, PreTrainedTokenizerFast):
+            kind = type(tokenizer).__name__
+            raise StartupError([f"the model's tokenizer is a {kind}; a tokenizer.json is needed"])
         self._tokenizer = tokenizer
+        self._own_template_args = frozenset(
+            inspect.signature(tokenizer.apply_chat_template).parameters
+        )
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -68,7 +82,8 @@ class TextProcessor:
                 "the base model has no chat template: use /v1/completions", param="messages"
             )
         args = dict(template_args or {})
-        taken = sorted({"conversation", "tokenize", "add_generation_prompt"} & args.keys())
+        # A template given by a client would run here, and other arguments change what is returned.
+        taken = sorted(self._own_template_args & args.keys())
         if taken:
             raise InvalidRequestError(
                 f"chat_template_kwargs: not allowed here: {', '.join(taken)}",

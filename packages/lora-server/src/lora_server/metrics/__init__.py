@@ -15,10 +15,12 @@ from lora_server.metrics.protocols import (
     TierSnapshot,
 )
 from lora_server.metrics.scrape import OTHER_LABEL
-from lora_server.metrics.server import RequestTimer, ServerMetrics
+from lora_server.metrics.server import BASE_LABEL, WEIGHTED_LABEL, RequestTimer, ServerMetrics
 
 __all__ = [
+    "BASE_LABEL",
     "OTHER_LABEL",
+    "WEIGHTED_LABEL",
     "CacheSnapshot",
     "EngineSnapshot",
     "RequestTimer",

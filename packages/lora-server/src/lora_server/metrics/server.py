@@ -9,14 +9,19 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from lora_server.metrics.scrape import OTHER_LABEL, StateCollector
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
     from types import TracebackType
 
     from lora_server.metrics.protocols import ScrapeState
 
+BASE_LABEL: Final = "base"
+"""Value of `adapter` for requests without one."""
+WEIGHTED_LABEL: Final = "weighted_set"
+"""Value of `adapter` for requests that combine several."""
 OUTCOMES: Final = ("ok", "error", "cancelled")
 """How a request ended; `cancelled` is a client that left."""
 
+_NOT_ADAPTERS: Final = frozenset({BASE_LABEL, WEIGHTED_LABEL})
 _TTFT_BUCKETS_S: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _TPOT_BUCKETS_S: Final = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0)
 _DURATION_BUCKETS_S: Final = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -25,17 +30,13 @@ _DURATION_BUCKETS_S: Final = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 1
 class ServerMetrics:
     """The metrics of one service. Thread-safe, as the client library is."""
 
-    def __init__(
-        self, *, reserved_labels: Iterable[str] = (), max_adapter_labels: int = 100
-    ) -> None:
+    def __init__(self, *, max_adapter_labels: int = 100) -> None:
         """Make the metrics.
 
         Args:
-            reserved_labels: values of `adapter` that are no adapter's name and always stay.
             max_adapter_labels: adapters with series of their own; the others share `other`.
         """
         self._registry = CollectorRegistry()
-        self._reserved = frozenset(reserved_labels)
         self._max_labels = max_adapter_labels
         self._named: dict[str, None] = {}
         self.requests = Counter(
@@ -58,7 +59,7 @@ class ServerMetrics:
 
     def label(self, name: str) -> str:
         """Return the value of `adapter` for a name: itself, or `other` beyond the limit."""
-        if name in self._reserved or name in self._named:
+        if name in _NOT_ADAPTERS or name in self._named:
             return name
         if len(self._named) >= self._max_labels:
             return OTHER_LABEL

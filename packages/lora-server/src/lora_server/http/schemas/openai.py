@@ -25,14 +25,13 @@ TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 # The tags below stand in angle brackets, so that error paths can leave them out.
 
 
-def _kind_of_list(value: Any) -> str:
+def _kind_of_list(value: Any) -> str | None:
     """Say what a list of prompts holds by its first item, so that errors speak of one form."""
-    first = value[0] if isinstance(value, list) and value else value
-    if isinstance(value, str):
-        return "<text>"
-    if isinstance(first, str):
+    if not isinstance(value, list):
+        return "<text>" if isinstance(value, str) else None
+    if value and isinstance(value[0], str):
         return "<texts>"
-    return "<many>" if isinstance(first, list) else "<tokens>"
+    return "<many>" if value and isinstance(value[0], list) else "<tokens>"
 
 
 Prompt = Annotated[
@@ -40,7 +39,11 @@ Prompt = Annotated[
     | Annotated[list[str], Field(max_length=MAX_PROMPTS), Tag("<texts>")]
     | Annotated[TokenIds, Tag("<tokens>")]
     | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS), Tag("<many>")],
-    Discriminator(_kind_of_list),
+    Discriminator(
+        _kind_of_list,
+        custom_error_type="prompt_type",
+        custom_error_message="must be a text, a list of texts, token ids, or a list of those",
+    ),
 ]
 
 
