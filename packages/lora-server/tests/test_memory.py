@@ -14,7 +14,7 @@ COMMON = {
     "max_model_len": None,
     "max_num_seqs": 4,
     "memory_bytes": None,
-    "free_bytes": 10**9,
+    "default_bytes": 10**9,
 }
 
 
@@ -25,8 +25,8 @@ def test_takes_no_more_than_the_sequences_can_use():
     assert budget.max_model_len == 512
 
 
-def test_takes_a_quarter_of_little_memory_and_shortens_the_longest_sequence():
-    budget = plan_kv(**COMMON | {"free_bytes": 4 * 16 * 100 * 10})
+def test_little_memory_shortens_the_longest_sequence():
+    budget = plan_kv(**COMMON | {"default_bytes": 16 * 100 * 10 + 7})
 
     assert budget.num_blocks == 10
     assert budget.max_model_len == 160

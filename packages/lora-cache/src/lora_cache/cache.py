@@ -112,6 +112,14 @@ class AdapterCache(CacheView[K, V]):
         self._host_counters.misses += 1
         return True
 
+    def touch(self, keys: Collection[K]) -> None:
+        """Count registered keys as used in the host tier, so that others are evicted first.
+
+        Args:
+            keys: unknown ones are passed over.
+        """
+        self._host.touch([key for key in keys if key in self])
+
     def load(self, key: K, loader: Loader[K, V]) -> V:
         """Return the value of `key`, calling `loader` first if it is not registered.
 

@@ -150,6 +150,14 @@ class LoraModelManager:
         """
         self._cache.register(key, self._cache.get(key), size_bytes=0)
 
+    def restore(self, key: str) -> bool:
+        """Take back a `remove` that still waits for its last lease; False if there is none."""
+        return self._cache.restore(key)
+
+    def touch(self, keys: Collection[str]) -> None:
+        """Count adapters as used in the host tier, so that others are evicted first."""
+        self._cache.touch(keys)
+
     def remove(self, key: str) -> bool:
         """Take an adapter away: gone for new leases at once, freed when its last lease ends.
 

@@ -10,12 +10,6 @@ from dataclasses import dataclass
 
 from lora_server.errors import StartupError
 
-_HOST_SHARE = 0.25
-"""Part of the free host memory that the KV cache takes unless told otherwise."""
-
-_MAX_DEFAULT_BYTES = 4 * 1024**3
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvBudget:
     """How the KV cache is cut."""
@@ -44,7 +38,7 @@ def plan_kv(
     max_model_len: int | None,
     max_num_seqs: int,
     memory_bytes: int | None,
-    free_bytes: int,
+    default_bytes: int,
 ) -> KvBudget:
     """Choose the number of blocks.
 
@@ -55,7 +49,7 @@ def plan_kv(
         max_model_len: the operator's limit, or None for the model's (or what fits, if less).
         max_num_seqs: sequences that run at once; more than they can use is never taken.
         memory_bytes: the operator's choice, or None.
-        free_bytes: memory that may be shared out when it is None.
+        default_bytes: what may be taken when it is None.
 
     Raises:
         StartupError: the limit is above the model's, or the cache does not hold one sequence.
@@ -68,8 +62,7 @@ def plan_kv(
     wanted_len = max_model_len or context_length
     most_blocks = -(-wanted_len // block_size) * max_num_seqs
     if memory_bytes is None:
-        share = min(int(free_bytes * _HOST_SHARE), _MAX_DEFAULT_BYTES)
-        num_blocks = min(max(share // block_bytes, 1), most_blocks)
+        num_blocks = min(max(default_bytes // block_bytes, 1), most_blocks)
     else:
         num_blocks = memory_bytes // block_bytes
     held = num_blocks * block_size

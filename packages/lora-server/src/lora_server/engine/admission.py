@@ -46,7 +46,7 @@ class AdapterAdmission:
         """Put a checked adapter in the host tier; `path` is where it can be read again."""
         self._failures.pop(digest, None)
         self._path_of[digest] = path
-        if digest not in self._manager:
+        if digest not in self._manager and not self._manager.restore(digest):
             self._manager.register(digest, prepared)
 
     def retire(self, digest: str) -> None:
@@ -90,10 +90,12 @@ class AdapterAdmission:
             window.update(dict.fromkeys(sequence.adapter_digests))
             if len(window) >= self._host_capacity:
                 break
-        for digest in list(window)[: self._host_capacity]:
-            if digest in self._manager:
-                self._manager.touch(digest)
-            elif digest in self._path_of and digest not in self._fetching | self._failures.keys():
+        wanted = list(window)[: self._host_capacity]
+        # Whoever makes room for a fetched adapter must not be one that is waited for as well.
+        self._manager.touch(wanted)
+        busy = self._fetching | self._failures.keys()
+        for digest in wanted:
+            if digest not in self._manager and digest in self._path_of and digest not in busy:
                 self._fetching.add(digest)
                 self._fetch(digest, self._path_of[digest])
 

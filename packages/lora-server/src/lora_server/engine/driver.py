@@ -10,7 +10,7 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -28,6 +28,8 @@ R = TypeVar("R")
 
 _IDLE_WAIT_S = 0.02
 """How long the thread sleeps when requests wait but none may run yet; a message wakes it."""
+
+_SNAPSHOT_TIMEOUT_S = 30.0
 
 _Command = Callable[[], None]
 
@@ -47,7 +49,7 @@ class _Stream:
 class Engine:
     """Runs an `EngineCore` on a thread of its own.
 
-    `generate`, `call` and `stats` may be used from any thread (`generate` from an event loop).
+    `generate`, `call` and `snapshot` may be used from any thread (`generate` from an event loop).
     """
 
     def __init__(self, core: EngineCore) -> None:
@@ -79,7 +81,7 @@ class Engine:
         self._is_draining = True
         self._post(self._abort_all)
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[EngineOutput]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[EngineOutput, None]:
         """Run a request and yield its outputs as they come.
 
         Closing the iterator early aborts the request and frees its KV blocks and its lease.
@@ -115,9 +117,13 @@ class Engine:
         self._post(run)
         return future
 
-    def stats(self) -> EngineStats:
-        """Numbers of this moment, taken between two steps."""
-        return self.call(EngineCore.stats).result()
+    def snapshot(self) -> EngineStats:
+        """Numbers of this moment, taken between two steps; blocks until then.
+
+        Raises:
+            TimeoutError: the engine did not answer, or has stopped.
+        """
+        return self.call(EngineCore.stats).result(timeout=_SNAPSHOT_TIMEOUT_S)
 
     def _post(self, command: _Command) -> None:
         self._inbox.put(command)

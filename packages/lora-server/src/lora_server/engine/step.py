@@ -140,6 +140,12 @@ class EngineCore:
             outputs.extend(self._run(chunks))
         return outputs, not chunks
 
+    def reset_statistics(self) -> None:
+        """Forget what warm-up counted and cached."""
+        self.pool.forget_all()
+        self._prompt_tokens = self._generated_tokens = 0
+        self.scheduler.prefix_queries = self.scheduler.prefix_hits = 0
+
     def stats(self) -> EngineStats:
         """Numbers of this moment."""
         scheduler = self.scheduler

@@ -1,0 +1,113 @@
+"""Every check of this repository. Run it with `uv run nox -f nox.py`.
+
+Two environments hold torch: the project's own (`.venv`, everything) and one shared by the unit
+sessions, which uv reduces to what a package declares before that package's tests run, so that an
+undeclared import fails. The light one holds tools only.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import nox
+
+# This file is named like the package it imports. Without this line every Python started from the
+# repository root would find the file first.
+os.environ.setdefault("PYTHONSAFEPATH", "1")
+
+nox.needs_version = ">=2026.4"
+nox.options.error_on_external_run = True
+nox.options.default_venv_backend = "none"
+nox.options.sessions = ["lint", "imports", "types", "unit", "build", "integration"]
+
+ROOT = Path(__file__).parent
+PACKAGES = ["lora-weights", "lora-kernels", "lora-cache", "lora-layers", "lora-server"]
+LIGHT = {"lora-cache"}
+ENVIRONMENTS = ROOT / ".nox" / "environments"
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def _uv_run(
+    session: nox.Session, *arguments: str, environment: str | None = None, **variables: str
+) -> None:
+    """Run a command in one of the environments, exactly as locked."""
+    env: dict[str, str | None] = {**OFFLINE, **variables}
+    if environment is not None:
+        env["UV_PROJECT_ENVIRONMENT"] = str(ENVIRONMENTS / environment)
+    session.run("uv", "run", "--frozen", *arguments, env=env, external=True)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style and format; list the longest files for review."""
+    tool = ["--only-group", "lint"]
+    _uv_run(session, *tool, "ruff", "check", ".", environment="light")
+    _uv_run(session, *tool, "ruff", "format", "--check", ".", environment="light")
+    files = [*ROOT.glob("packages/*/src/**/*.py"), *ROOT.glob("integration_tests/**/*.py")]
+    sizes = sorted(((len(f.read_text().splitlines()), f) for f in files), reverse=True)
+    for lines, file in sizes[:5]:
+        session.log(f"{lines:5d} lines  {file.relative_to(ROOT)}")
+
+
+@nox.session
+def imports(session: nox.Session) -> None:
+    """Check that the packages know only what lies below them."""
+    sources = os.pathsep.join(str(ROOT / "packages" / p / "src") for p in PACKAGES)
+    _uv_run(
+        session, "--only-group", "imports", "lint-imports", environment="light", PYTHONPATH=sources
+    )
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Check types: sources strictly, tests without requiring annotations, and this file."""
+    for package in PACKAGES:
+        folder = f"packages/{package}"
+        _uv_run(session, "mypy", f"{folder}/src")
+        _uv_run(session, "mypy", "--allow-untyped-defs", "--allow-untyped-calls", f"{folder}/tests")
+    copy = Path(session.create_tmp()) / "checks.py"
+    shutil.copyfile(ROOT / "nox.py", copy)
+    _uv_run(session, "mypy", "--config-file", "pyproject.toml", str(copy))
+
+
+@nox.session
+@nox.parametrize("package", PACKAGES, ids=PACKAGES)
+def unit(session: nox.Session, package: str) -> None:
+    """Run one package's tests with nothing installed but what it declares."""
+    environment = "light-tests" if package in LIGHT else "shared"
+    _uv_run(
+        session,
+        *("--exact", "--package", package, "--no-default-groups", "--group", "test"),
+        *("pytest", f"packages/{package}/tests", *session.posargs),
+        environment=environment,
+    )
+
+
+@nox.session
+def build(session: nox.Session) -> None:
+    """Build the five wheels, install them together, import each."""
+    dist = Path(session.create_tmp()) / "dist"
+    target = dist.with_name("target")
+    for folder in (dist, target):
+        shutil.rmtree(folder, ignore_errors=True)
+    session.run("uv", "build", "--all-packages", "--wheel", "-o", str(dist), external=True)
+    wheels = sorted(str(wheel) for wheel in dist.glob("lora_*.whl"))
+    if len(wheels) != len(PACKAGES):
+        session.error(f"{len(wheels)} wheels built, expected {len(PACKAGES)}: {wheels}")
+    session.run("uv", "pip", "install", "--no-deps", "--target", str(target), *wheels, external=True)
+    for package in PACKAGES:
+        module = package.replace("-", "_")
+        check = (
+            f"import {module}, pathlib; home = pathlib.Path({module}.__file__).parent;"
+            f"assert home.is_relative_to({str(target)!r}), home;"
+            "assert (home / 'py.typed').exists()"
+        )
+        _uv_run(session, "python", "-c", check, PYTHONPATH=str(target))
+
+
+@nox.session
+def integration(session: nox.Session) -> None:
+    """Run the tests that need several packages, processes or HTTP."""
+    _uv_run(session, "pytest", "integration_tests", "-m", "not gpu", *session.posargs)

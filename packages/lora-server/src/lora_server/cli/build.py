@@ -1,0 +1,244 @@
+"""Puts the service together: model, adapters, engine, HTTP. The only place that knows all parts."""
+
+from __future__ import annotations
+
+import logging
+import time
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+import torch
+from lora_layers import LayerError, LoraModelConfig, LoraModelManager
+
+from lora_server.adapters.catalog import AdapterCatalog
+from lora_server.adapters.loader import AdapterLoader
+from lora_server.adapters.paths import AdapterRoots
+from lora_server.engine.admission import AdapterAdmission
+from lora_server.engine.driver import Engine
+from lora_server.engine.kv import BlockPool
+from lora_server.engine.request import GenerationRequest, SamplingParams
+from lora_server.engine.scheduler import SchedulerLimits
+from lora_server.engine.step import EngineCore
+from lora_server.errors import StartupError
+from lora_server.http.app import create_app
+from lora_server.http.auth import ApiKeys
+from lora_server.http.service import Phase, Readiness, Service
+from lora_server.http.text import TextProcessor
+from lora_server.lora_modules import LoraModule, scan_folder
+from lora_server.memory import free_host_bytes, plan_kv
+from lora_server.metrics import ServerMetrics
+from lora_server.model.families import PACKED_MODULES
+from lora_server.model.kv_cache import KvCache
+from lora_server.model.load import LoadedModel, load_model
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from lora_server.config import ServerConfig
+
+_log = logging.getLogger(__name__)
+
+_WARM_UP_TOKENS = 8
+_HOST_SHARE = 0.25
+"""Part of the free host memory that the KV cache takes unless told otherwise."""
+_MAX_DEFAULT_KV_BYTES = 4 * 1024**3
+
+
+class RunningService:
+    """Everything that runs behind one address."""
+
+    def __init__(
+        self, *, service: Service, engine: Engine, loader: AdapterLoader | None
+    ) -> None:
+        self.app: FastAPI = create_app(service)
+        self._service = service
+        self._engine = engine
+        self._loader = loader
+
+    def warm_up(self) -> None:
+        """Run the model once on the engine's thread, then take requests."""
+        self._engine.call(_warm_up).result()
+        self._service.readiness.phase = Phase.READY
+
+    def begin_shutdown(self) -> None:
+        """Take no more requests and end the running ones, so that their streams end."""
+        self._service.readiness.phase = Phase.DRAINING
+        self._engine.begin_shutdown()
+
+    def close(self) -> None:
+        """End the engine's thread."""
+        self._engine.stop()
+        if self._loader is not None:
+            self._loader.close()
+
+
+def build_service(config: ServerConfig) -> RunningService:
+    """Load the model and every adapter named at start, and start the engine.
+
+    Raises:
+        StartupError: with everything that keeps the service from starting.
+    """
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    started = time.perf_counter()
+    model = load_model(config.model, dtype=config.dtype, device=config.device)
+    manager = _wrap(model, config) if config.enable_lora else None
+    core, fetcher = _build_core(config, model, manager)
+    engine = Engine(core)
+    loader = None
+    if manager is not None:
+        loader = AdapterLoader(
+            manager, dtype=_lora_dtype(config) or model.dtype, max_rank=config.max_lora_rank
+        )
+        fetcher.connect(engine, loader)
+    catalog = AdapterCatalog(
+        engine=engine,
+        loader=loader,
+        roots=AdapterRoots(config.adapter_roots),
+        base_names=config.base_names,
+    )
+    engine.start()
+    try:
+        catalog.load_static(_static_modules(config))
+    except StartupError:
+        engine.stop()
+        raise
+    _log.info("model and adapters loaded in %.1f s", time.perf_counter() - started)
+    service = Service(
+        engine=engine,
+        catalog=catalog,
+        text=TextProcessor(model.tokenizer),
+        max_model_len=core.max_model_len,
+        vocab_size=model.vocab_size,
+        max_loras=config.max_loras,
+        model_path=config.model,
+        version=version("lora-server"),
+        metrics=ServerMetrics(),
+        readiness=Readiness(),
+        keys=ApiKeys(user=config.api_key, admin=config.admin_api_key),
+    )
+    return RunningService(service=service, engine=engine, loader=loader)
+
+
+class _Fetcher:
+    """Starts background reads for the engine; connected once both ends exist."""
+
+    def __init__(self) -> None:
+        self._ends: tuple[Engine, AdapterLoader] | None = None
+
+    def connect(self, engine: Engine, loader: AdapterLoader) -> None:
+        """Name who asks and who reads."""
+        self._ends = (engine, loader)
+
+    def __call__(self, digest: str, path: str) -> None:
+        """Start one read."""
+        assert self._ends is not None, "an adapter was fetched before the service was built"
+        engine, loader = self._ends
+        loader.refetch(engine, digest, path)
+
+
+def _wrap(model: LoadedModel, config: ServerConfig) -> LoraModelManager:
+    """Put LoRA into the model."""
+    targets = config.lora_target_modules
+    try:
+        return LoraModelManager(
+            model.module,
+            LoraModelConfig(
+                max_loras=config.max_loras,
+                max_lora_rank=config.max_lora_rank,
+                max_cpu_loras=config.max_cpu_loras,
+                lora_dtype=_lora_dtype(config),
+                target_modules=None if targets is None else frozenset(targets),
+                packed_modules=PACKED_MODULES,
+                prepack_linear=model.device.type == "cpu" and model.dtype == torch.bfloat16,
+            ),
+        )
+    except LayerError as error:
+        raise StartupError([str(error)]) from error
+
+
+def _lora_dtype(config: ServerConfig) -> torch.dtype | None:
+    """The adapters' dtype; None means the model's."""
+    name = str(config.lora_dtype)
+    if name == "auto":
+        return None
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def _build_core(
+    config: ServerConfig, model: LoadedModel, manager: LoraModelManager | None
+) -> tuple[EngineCore, _Fetcher]:
+    """Size and allocate the KV cache, and make the engine's state."""
+    budget = plan_kv(
+        token_bytes=model.kv_token_bytes,
+        block_size=config.block_size,
+        context_length=model.context_length,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        memory_bytes=config.kv_cache_memory,
+        default_bytes=_default_kv_bytes(config, model.device),
+    )
+    cache = KvCache(
+        model.kv_shapes,
+        num_blocks=budget.num_blocks,
+        block_size=budget.block_size,
+        dtype=model.dtype,
+        device=model.device,
+    )
+    model.use_cache(cache)
+    _log.info(
+        "KV cache: %d tokens in %d blocks, %d bytes; adapter slots: %d bytes",
+        budget.num_tokens,
+        budget.num_blocks,
+        cache.size_bytes,
+        0 if manager is None else manager.buffer_bytes,
+    )
+    fetcher = _Fetcher()
+    admission = None
+    if manager is not None:
+        admission = AdapterAdmission(
+            manager, host_capacity=manager.config.host_capacity, fetch=fetcher
+        )
+    core = EngineCore(
+        model=model,
+        adapters=admission,
+        limits=SchedulerLimits(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            block_size=config.block_size,
+            max_adapter_wait_s=config.max_adapter_wait,
+        ),
+        pool=BlockPool(budget.num_blocks, keeps_prefixes=config.enable_prefix_caching),
+        max_model_len=budget.max_model_len,
+        clock=time.monotonic,
+    )
+    return core, fetcher
+
+
+def _default_kv_bytes(config: ServerConfig, device: torch.device) -> int:
+    """What the KV cache may take when nobody says how much."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return max(int(free - total * (1 - config.gpu_memory_utilization)), 0)
+    return min(int(free_host_bytes() * _HOST_SHARE), _MAX_DEFAULT_KV_BYTES)
+
+
+def _static_modules(config: ServerConfig) -> tuple[LoraModule, ...]:
+    """Adapters named one by one, then those of the folder."""
+    folder = () if config.lora_dir is None else scan_folder(config.lora_dir).modules
+    return (*config.lora_modules, *folder)
+
+
+def _warm_up(core: EngineCore) -> None:
+    """Run a short prompt through every layer, so that the first request finds all allocated."""
+    prompt = tuple(i % core.model.vocab_size for i in range(_WARM_UP_TOKENS))
+    request = GenerationRequest(
+        request_id="warm-up",
+        prompt_token_ids=prompt,
+        sampling=SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True),
+    )
+    core.submit(request)
+    while core.is_known(request.request_id):
+        core.step()
+    core.reset_statistics()
