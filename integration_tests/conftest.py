@@ -1,0 +1,62 @@
+"""Fixtures of the integration tests: tiny worlds, made once a session, and servers for them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+# Tests are imported by file (`--import-mode=importlib`), so what they share needs a place to be
+# found in. Only this folder is added, not the repository's root.
+sys.path.insert(0, str(Path(__file__).parent))
+
+from support.server import serve
+from support.worlds import World, build_world
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
+
+    from support.fixture_types import MakeWorld, StartServer
+    from support.server import Server
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny matrices take seven times as long when several threads share them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def make_world(tmp_path_factory: pytest.TempPathFactory) -> MakeWorld:
+    """Return the world of a family; written when first asked for."""
+    worlds: dict[str, World] = {}
+
+    def make(family: str) -> World:
+        if family not in worlds:
+            worlds[family] = build_world(family, tmp_path_factory.mktemp(family))
+        return worlds[family]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def llama(make_world: MakeWorld) -> World:
+    """Return the tiny Llama model and its adapters."""
+    return make_world("llama")
+
+
+@pytest.fixture
+def start_server(tmp_path: Path) -> StartServer:
+    """Return a function that serves a world: `with start_server(world, *flags) as server`."""
+
+    def start(world: World, *flags: str) -> AbstractContextManager[Server]:
+        return serve(world, tmp_path / "server.log", flags)
+
+    return start
