@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lora_cache import (
@@ -363,4 +363,9 @@ class AdapterCacheMachine(RuleBasedStateMachine):
 
 
 TestAdapterCache = AdapterCacheMachine.TestCase
-TestAdapterCache.settings = settings(max_examples=250, stateful_step_count=50, deadline=None)
+TestAdapterCache.settings = settings(
+    max_examples=250,
+    stateful_step_count=50,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lora_cache import EvictionPolicy, HostTier, HostTierFullError, InUseError, SlotTable
@@ -213,7 +213,12 @@ class HostTierMachine(RuleBasedStateMachine):
         assert self.pins <= set(self.tier)
 
 
-MACHINE_SETTINGS = settings(max_examples=120, stateful_step_count=40, deadline=None)
+MACHINE_SETTINGS = settings(
+    max_examples=120,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 
 TestSlotTable = SlotTableMachine.TestCase
 TestSlotTable.settings = MACHINE_SETTINGS

@@ -5,7 +5,6 @@ Residency only. Knows nothing of values, of the host tier, or of how a slot is w
 
 from __future__ import annotations
 
-import heapq
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -47,7 +46,7 @@ class SlotTable(Generic[K]):
             raise ValueError(f"num_slots is {num_slots}, expected at least 1")
         self._num_slots = num_slots
         self._slot_of: OrderedDict[K, int] = OrderedDict()  # least recently used first
-        self._free = list(range(num_slots))  # a heap, so that the lowest index goes first
+        self._free = set(range(num_slots))
         self._pinned: dict[K, None] = {}  # a dict keeps the order in which pins were set
         self._num_leases: dict[K, int] = {}  # only keys with at least one lease
         self._version = 0
@@ -121,7 +120,7 @@ class SlotTable(Generic[K]):
         absent = [key for key in keys if key not in self._slot_of]
         if not absent:
             return ()
-        free = heapq.nsmallest(len(absent), self._free)
+        free = sorted(self._free)
         moves = [
             Move(key=key, slot=slot, victim=None)
             for key, slot in zip(absent, free, strict=False)  # either may be the longer one
@@ -151,7 +150,6 @@ class SlotTable(Generic[K]):
         if slot not in self._free:
             raise ValueError(f"slot {slot} is not free: {self!r}")
         self._free.remove(slot)
-        heapq.heapify(self._free)
         self._slot_of[key] = slot
         self._version += 1
 
@@ -168,7 +166,7 @@ class SlotTable(Generic[K]):
                 key=key, num_leases=self._num_leases.get(key, 0), is_pinned=key in self._pinned
             )
         slot = self._slot_of.pop(key)
-        heapq.heappush(self._free, slot)
+        self._free.add(slot)
         self._version += 1
         return slot
 
