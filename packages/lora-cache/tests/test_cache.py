@@ -426,3 +426,25 @@ def test_a_hook_that_raises_leaves_both_tiers_consistent() -> None:
     assert rig.cache.slots() == (None,)
     assert rig.cache.keys() == ("a",)
     rig.check()
+
+
+def test_a_touched_key_outlives_those_used_before_it() -> None:
+    rig = CacheRig.build(num_slots=1, max_host=2)
+    rig.register("ab")
+
+    rig.cache.touch(["a", "unknown"])
+    rig.register("c")
+
+    assert rig.cache.keys() == ("a", "c")
+    assert rig.cache.stats().host.hits == 0
+
+
+def test_touching_brings_nothing_into_a_slot_and_passes_over_draining_keys() -> None:
+    rig = CacheRig.build()
+    rig.register("ab")
+
+    with rig.cache.acquire(["a"]):
+        rig.cache.remove("a")
+        rig.cache.touch(["b", "a"])
+        assert rig.cache.slots() == ("a", None)
+        assert rig.cache.keys() == ("b",)

@@ -246,6 +246,17 @@ class AdapterCacheMachine(RuleBasedStateMachine):
         assert is_new != was_active
         self.forget_evicted()
 
+    @rule(keys=SETS)
+    def touch(self, keys: list[str]) -> None:
+        before = picture(self.rig)
+        used = [key for key in keys if key in self.values]
+
+        self.cache.touch(keys)
+
+        others = [key for key in before.keys if key not in used]
+        last_use = [key for i, key in enumerate(used) if key not in used[i + 1 :]]
+        assert picture(self.rig) == before._replace(keys=(*others, *last_use))
+
     @rule(key=KEYS)
     def deactivate(self, key: str) -> None:
         was_active = self.cache.slot_of(key) is not None
