@@ -8,16 +8,23 @@ import socket
 import threading
 import time
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import uvicorn
 from starlette.applications import Starlette
-from starlette.responses import JSONResponse, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from lora_server.cli.bench.command import adapter_names
 from lora_server.cli.main import main
 from lora_server.cli.serve import bind_address
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+    from pathlib import Path
+
+    from starlette.requests import Request
 
 BASE, ADAPTERS = "base-model", ("a", "b")
 
@@ -25,9 +32,9 @@ BASE, ADAPTERS = "base-model", ("a", "b")
 class Server:
     """Streams as many one-token events as it is asked for, and remembers what was asked."""
 
-    def __init__(self, mode="plain"):
+    def __init__(self, mode: str = "plain") -> None:
         self.mode = mode
-        self.bodies: list[dict] = []
+        self.bodies: list[dict[str, Any]] = []
         self.keys: set[str | None] = set()
         self.in_flight = 0
         self.most_in_flight = 0
@@ -37,10 +44,10 @@ class Server:
         ]
         self.app = Starlette(routes=routes)
 
-    async def models(self, request):
+    async def models(self, request: Request) -> Response:
         return JSONResponse({"data": [{"id": BASE}, *({"id": name} for name in ADAPTERS)]})
 
-    async def completions(self, request):
+    async def completions(self, request: Request) -> Response:
         body = await request.json()
         self.keys.add(request.headers.get("authorization"))
         if body["model"] not in (BASE, *ADAPTERS):
@@ -49,7 +56,7 @@ class Server:
         self.bodies.append(body)
         return StreamingResponse(self.events(body), media_type="text/event-stream")
 
-    async def events(self, body):
+    async def events(self, body: dict[str, Any]) -> AsyncIterator[str]:
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
         try:
@@ -70,7 +77,7 @@ class Server:
 
 
 @contextmanager
-def running(server):
+def running(server: Server) -> Iterator[str]:
     listener = bind_address("127.0.0.1", 0)
     config = uvicorn.Config(server.app, log_config=None, lifespan="off", ws="none")
     runner = uvicorn.Server(config)
@@ -86,12 +93,14 @@ def running(server):
         listener.close()
 
 
-def bench(url, *flags):
+def bench(url: str, *flags: str) -> int:
     base = ["bench", "--base-url", url, "--num-prompts", "12", "--max-concurrency", "3"]
     return main([*base, "--random-input-len", "9", "--random-output-len", "6", *flags])
 
 
-def test_a_load_test_of_adapters_reports_its_figures_in_a_file(tmp_path, capsys):
+def test_a_load_test_of_adapters_reports_its_figures_in_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     output = tmp_path / "figures.json"
     server = Server()
     with running(server) as url:
@@ -119,7 +128,7 @@ def test_a_load_test_of_adapters_reports_its_figures_in_a_file(tmp_path, capsys)
     assert server.keys == {"Bearer K"}
 
 
-def test_each_model_is_warmed_up_once_and_then_asked_within_the_concurrency():
+def test_each_model_is_warmed_up_once_and_then_asked_within_the_concurrency() -> None:
     server = Server()
     with running(server) as url:
         status = bench(url, "--lora-modules", "a,b", "--include-base", "--popularity", "distinct")
@@ -142,7 +151,7 @@ def test_each_model_is_warmed_up_once_and_then_asked_within_the_concurrency():
     assert server.most_in_flight == 3
 
 
-def test_the_base_is_found_and_asked_when_no_adapter_is_named():
+def test_the_base_is_found_and_asked_when_no_adapter_is_named() -> None:
     server = Server()
     with running(server) as url:
         assert bench(url, "--no-ignore-eos") == 0
@@ -151,7 +160,7 @@ def test_the_base_is_found_and_asked_when_no_adapter_is_named():
     assert not any("ignore_eos" in body for body in server.bodies)
 
 
-def test_events_are_counted_where_the_server_reports_no_usage(tmp_path):
+def test_events_are_counted_where_the_server_reports_no_usage(tmp_path: Path) -> None:
     output = tmp_path / "figures.json"
     with running(Server("silent")) as url:
         assert bench(url, "--output", str(output)) == 0
@@ -161,7 +170,9 @@ def test_events_are_counted_where_the_server_reports_no_usage(tmp_path):
     assert figures["tokens_counted_by"] == "events"
 
 
-def test_an_unknown_adapter_ends_the_test_with_the_servers_words(capsys):
+def test_an_unknown_adapter_ends_the_test_with_the_servers_words(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with running(Server()) as url:
         status = bench(url, "--lora-modules", "a", "c", "--popularity", "distinct")
 
@@ -169,7 +180,9 @@ def test_an_unknown_adapter_ends_the_test_with_the_servers_words(capsys):
     assert "warm-up of 'c' failed: 404: model 'c' does not exist" in capsys.readouterr().err
 
 
-def test_a_failure_in_a_stream_is_an_error_of_its_request(tmp_path, capsys):
+def test_a_failure_in_a_stream_is_an_error_of_its_request(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     output = tmp_path / "figures.json"
     with running(Server("broken")) as url:
         status = bench(url, "--output", str(output))
@@ -180,7 +193,7 @@ def test_a_failure_in_a_stream_is_an_error_of_its_request(tmp_path, capsys):
     assert "12 x the step failed" in capsys.readouterr().err
 
 
-def test_the_test_is_bounded_in_time(tmp_path):
+def test_the_test_is_bounded_in_time(tmp_path: Path) -> None:
     output = tmp_path / "figures.json"
     begin = time.monotonic()
     with running(Server("slow")) as url:
@@ -193,7 +206,7 @@ def test_the_test_is_bounded_in_time(tmp_path):
     assert "--timeout" in error["message"]
 
 
-def test_a_server_that_is_not_there_is_told(capsys):
+def test_a_server_that_is_not_there_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
 
@@ -201,7 +214,9 @@ def test_a_server_that_is_not_there_is_told(capsys):
     assert "cannot be reached" in capsys.readouterr().err
 
 
-def test_a_missing_folder_for_the_figures_is_told_before_anything_is_sent(tmp_path, capsys):
+def test_a_missing_folder_for_the_figures_is_told_before_anything_is_sent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert bench("http://127.0.0.1:9", "--output", str(tmp_path / "no" / "f.json")) == 1
     assert "the folder does not exist" in capsys.readouterr().err
 
@@ -209,5 +224,5 @@ def test_a_missing_folder_for_the_figures_is_told_before_anything_is_sent(tmp_pa
 @pytest.mark.parametrize(
     ("item", "names"), [("a", ["a"]), ("a=/p", ["a"]), ("a,b=/q,", ["a", "b"])]
 )
-def test_names_are_read_from_every_form(item, names):
+def test_names_are_read_from_every_form(item: str, names: list[str]) -> None:
     assert adapter_names(item) == names

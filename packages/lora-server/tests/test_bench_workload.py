@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -13,8 +14,8 @@ from lora_server.cli.bench.workload import Popularity, Workload, choose_models, 
 MODELS = ("a", "b", "c", "d")
 
 
-def workload(**changes):
-    values = {
+def workload(**changes: object) -> Workload:
+    values: dict[str, Any] = {
         "models": MODELS,
         "num_prompts": 40,
         "input_len": 7,
@@ -27,12 +28,12 @@ def workload(**changes):
     return Workload(**{**values, **changes})
 
 
-def test_the_same_seed_plans_the_same_requests_and_another_seed_others():
+def test_the_same_seed_plans_the_same_requests_and_another_seed_others() -> None:
     assert plan_requests(workload()) == plan_requests(workload())
     assert plan_requests(workload()) != plan_requests(workload(seed=6))
 
 
-def test_prompts_have_their_length_and_stay_inside_the_vocabulary():
+def test_prompts_have_their_length_and_stay_inside_the_vocabulary() -> None:
     requests = plan_requests(workload())
 
     assert len(requests) == 40
@@ -42,14 +43,14 @@ def test_prompts_have_their_length_and_stay_inside_the_vocabulary():
 
 
 @pytest.mark.parametrize("size", [1, 2, 256, 257])
-def test_a_small_vocabulary_is_used_to_its_end(size):
+def test_a_small_vocabulary_is_used_to_its_end(size: int) -> None:
     requests = plan_requests(workload(vocab_size=size))
 
     tokens = {token for request in requests for token in request.prompt}
     assert tokens == {size - 1}
 
 
-def test_an_infinite_rate_sends_at_once_and_a_finite_one_in_the_mean():
+def test_an_infinite_rate_sends_at_once_and_a_finite_one_in_the_mean() -> None:
     assert {request.arrival_s for request in plan_requests(workload())} == {0.0}
 
     arrivals = [r.arrival_s for r in plan_requests(workload(num_prompts=4000, request_rate=20.0))]
@@ -59,30 +60,30 @@ def test_an_infinite_rate_sends_at_once_and_a_finite_one_in_the_mean():
     assert arrivals[-1] == pytest.approx(200.0, rel=0.1)
 
 
-def counts_of(popularity, count=4000):
+def counts_of(popularity: Popularity, count: int = 4000) -> Counter[str]:
     chosen = choose_models(MODELS, count, popularity, random.Random(3))
     assert len(chosen) == count
     return Counter(chosen)
 
 
-def test_distinct_takes_turns():
+def test_distinct_takes_turns() -> None:
     chosen = choose_models(MODELS, 6, Popularity.DISTINCT, random.Random(3))
 
     assert chosen == ["a", "b", "c", "d", "a", "b"]
 
 
-def test_identical_asks_for_the_first_only():
+def test_identical_asks_for_the_first_only() -> None:
     assert counts_of(Popularity.IDENTICAL) == {"a": 4000}
 
 
-def test_uniform_gives_equal_chances():
+def test_uniform_gives_equal_chances() -> None:
     counts = counts_of(Popularity.UNIFORM)
 
     # four standard deviations of a binomial distribution around its mean of 1000
     assert all(890 < counts[model] < 1110 for model in MODELS)
 
 
-def test_zipf_prefers_the_first_by_the_stated_weights():
+def test_zipf_prefers_the_first_by_the_stated_weights() -> None:
     counts = counts_of(Popularity.ZIPF)
 
     weights = [1 / k**1.5 for k in (1, 2, 3, 4)]

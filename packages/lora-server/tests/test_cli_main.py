@@ -5,10 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from typing import TYPE_CHECKING
 
 import pytest
 
 from lora_server.cli.main import main
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 _HELP_AND_MODULES = """
 import sys
@@ -22,7 +26,7 @@ finally:
 
 
 @pytest.mark.parametrize("command", [(), ("serve",), ("demo",), ("bench",)])
-def test_help_loads_nothing_heavy_and_comes_within_a_second(command):
+def test_help_loads_nothing_heavy_and_comes_within_a_second(command: tuple[str, ...]) -> None:
     start = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-c", _HELP_AND_MODULES, *command, "--help"],
@@ -39,7 +43,7 @@ def test_help_loads_nothing_heavy_and_comes_within_a_second(command):
     assert seconds < 5
 
 
-def test_the_help_lists_the_commands_that_exist(capsys):
+def test_the_help_lists_the_commands_that_exist(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["--help"])
 
@@ -53,7 +57,9 @@ def test_the_help_lists_the_commands_that_exist(capsys):
 @pytest.mark.parametrize(
     "arguments", [(), ("what",), ("demo", "--what"), ("bench", "--num-prompts", "0"), ("demo", "x")]
 )
-def test_a_command_line_that_is_not_understood_has_status_2(arguments, capsys):
+def test_a_command_line_that_is_not_understood_has_status_2(
+    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as caught:
         main(arguments)
 
@@ -61,7 +67,9 @@ def test_a_command_line_that_is_not_understood_has_status_2(arguments, capsys):
     assert "usage:" in capsys.readouterr().err
 
 
-def test_every_problem_of_a_start_is_printed_and_the_status_is_1(capsys, tmp_path):
+def test_every_problem_of_a_start_is_printed_and_the_status_is_1(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     status = main(
         ["serve", "m", "--max-loras", "0", "--lora-dir", str(tmp_path / "absent"), "--what"]
     )
@@ -73,7 +81,7 @@ def test_every_problem_of_a_start_is_printed_and_the_status_is_1(capsys, tmp_pat
         assert output.err.count(text) == 1
 
 
-def test_the_module_can_be_run(tmp_path):
+def test_the_module_can_be_run(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "lora_server.cli.main", "serve", "m", "--port", "x"],
         capture_output=True,

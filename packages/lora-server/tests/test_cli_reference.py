@@ -14,7 +14,7 @@ from lora_server.option_fields import flag_of
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "cli.md"
 
 
-def test_every_option_and_variable_is_on_the_page():
+def test_every_option_and_variable_is_on_the_page() -> None:
     page = render_reference()
 
     for config_field in dataclasses.fields(ServerConfig):
@@ -25,5 +25,5 @@ def test_every_option_and_variable_is_on_the_page():
 
 
 @pytest.mark.skipif(not PAGE.is_file(), reason="the package is tested outside its repository")
-def test_the_page_in_the_repository_is_up_to_date():
+def test_the_page_in_the_repository_is_up_to_date() -> None:
     assert PAGE.read_text(encoding="utf-8") == render_reference()

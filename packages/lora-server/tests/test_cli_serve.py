@@ -12,11 +12,16 @@ import subprocess
 import sys
 import threading
 import time
+from typing import TYPE_CHECKING
 
 import httpx
 import pytest
 
 from lora_server.cli.serve import bind_address
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 SERVICE = '''
 """A service whose only answer is a stream that goes on until it is ended."""
@@ -88,7 +93,7 @@ except StartupError as error:
 class Process:
     """A service in a process of its own, with its stderr at hand."""
 
-    def __init__(self, script, mode, port="0"):
+    def __init__(self, script: Path, mode: str, port: str) -> None:
         self.popen = subprocess.Popen(
             [sys.executable, str(script), mode, port], stderr=subprocess.PIPE, text=True
         )
@@ -96,12 +101,12 @@ class Process:
         self.reader = threading.Thread(target=self.read, daemon=True)
         self.reader.start()
 
-    def read(self):
+    def read(self) -> None:
         assert self.popen.stderr is not None
         for line in self.popen.stderr:
             self.lines.append(line.rstrip())
 
-    def wait_for(self, pattern, timeout=20.0):
+    def wait_for(self, pattern: str, timeout: float = 20.0) -> re.Match[str]:
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
             for line in list(self.lines):
@@ -110,22 +115,26 @@ class Process:
             time.sleep(0.01)
         raise AssertionError((pattern, self.lines))
 
-    def url(self):
+    def url(self) -> str:
         return self.wait_for(r"^Serving small on (http://127\.0\.0\.1:\d+)$")[1]
 
-    def end(self, timeout=20.0):
+    def close(self) -> None:
+        assert self.popen.stderr is not None
+        self.popen.stderr.close()
+
+    def end(self, timeout: float = 20.0) -> int:
         status = self.popen.wait(timeout)
         self.reader.join(timeout)
         return status
 
 
 @pytest.fixture
-def start(tmp_path):
+def start(tmp_path: Path) -> Iterator[Callable[..., Process]]:
     script = tmp_path / "service.py"
     script.write_text(SERVICE)
-    processes = []
+    processes: list[Process] = []
 
-    def start_process(mode="plain", port="0"):
+    def start_process(mode: str = "plain", port: str = "0") -> Process:
         processes.append(Process(script, mode, port))
         return processes[-1]
 
@@ -134,10 +143,10 @@ def start(tmp_path):
         if process.popen.poll() is None:
             process.popen.kill()
         process.end()
-        process.popen.stderr.close()
+        process.close()
 
 
-def test_a_free_port_is_printed_once_the_service_is_ready(start):
+def test_a_free_port_is_printed_once_the_service_is_ready(start: Callable[..., Process]) -> None:
     process = start()
 
     answer = httpx.get(process.url() + "/health", trust_env=False)
@@ -147,14 +156,16 @@ def test_a_free_port_is_printed_once_the_service_is_ready(start):
     assert any("--served-model-name" in line and "small" in line for line in process.lines)
 
 
-def test_small_packets_are_sent_at_once():
+def test_small_packets_are_sent_at_once() -> None:
     with bind_address("127.0.0.1", 0) as listener:
         # asyncio turns the delay off for sockets with this protocol only
         assert listener.proto == socket.IPPROTO_TCP
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_open_streams_and_the_status_is_0(start, number):
+def test_a_signal_ends_open_streams_and_the_status_is_0(
+    start: Callable[..., Process], number: signal.Signals
+) -> None:
     process = start()
     with httpx.stream("GET", process.url() + "/stream", trust_env=False, timeout=20) as response:
         lines = response.iter_lines()
@@ -171,7 +182,9 @@ def test_a_signal_ends_open_streams_and_the_status_is_0(start, number):
     assert not any("Traceback" in line for line in process.lines)
 
 
-def test_a_second_ctrl_c_does_not_wait_for_a_stream_that_goes_on(start):
+def test_a_second_ctrl_c_does_not_wait_for_a_stream_that_goes_on(
+    start: Callable[..., Process],
+) -> None:
     process = start("stubborn")
     with httpx.stream("GET", process.url() + "/stream", trust_env=False, timeout=20) as response:
         lines = response.iter_lines()
@@ -189,7 +202,7 @@ def test_a_second_ctrl_c_does_not_wait_for_a_stream_that_goes_on(start):
     assert "closed" in process.lines
 
 
-def test_a_warm_up_that_fails_ends_the_service_with_status_1(start):
+def test_a_warm_up_that_fails_ends_the_service_with_status_1(start: Callable[..., Process]) -> None:
     process = start("broken")
 
     assert process.end() == 1
@@ -198,14 +211,18 @@ def test_a_warm_up_that_fails_ends_the_service_with_status_1(start):
     assert not any(line.startswith("Serving") for line in process.lines)
 
 
-def test_problems_of_the_build_are_all_printed_and_nothing_listens(start):
+def test_problems_of_the_build_are_all_printed_and_nothing_listens(
+    start: Callable[..., Process],
+) -> None:
     process = start("refused")
 
     assert process.end() == 1
     assert process.lines[-2:] == ["adapter a: rank 99", "adapter b: missing"]
 
 
-def test_an_address_in_use_is_told_before_the_model_is_loaded(start):
+def test_an_address_in_use_is_told_before_the_model_is_loaded(
+    start: Callable[..., Process],
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         process = start(port=str(taken.getsockname()[1]))
 

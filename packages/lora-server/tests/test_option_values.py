@@ -9,7 +9,7 @@ from lora_server.option_fields import Option, OptionKind
 from lora_server.option_values import parse_size, parse_value, split_list
 
 
-def option(kind):
+def option(kind: OptionKind) -> Option:
     return Option(help="It.", group="g", kind=kind)
 
 
@@ -27,12 +27,12 @@ def option(kind):
         ("1T", 2**40),
     ],
 )
-def test_a_size_is_read_with_its_suffix(text, size):
+def test_a_size_is_read_with_its_suffix(text: str, size: int) -> None:
     assert parse_size(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "M", "-1", "1Q", "1iB", "1.M", "1 2", "0x10"])
-def test_what_is_no_size_is_refused(text):
+def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not a size"):
         parse_size(text)
 
@@ -55,7 +55,7 @@ def test_what_is_no_size_is_refused(text):
         (OptionKind.NAMES, [], ()),
     ],
 )
-def test_a_value_is_read_by_its_kind(kind, raw, value):
+def test_a_value_is_read_by_its_kind(kind: OptionKind, raw: object, value: object) -> None:
     assert parse_value(option(kind), raw) == value
 
 
@@ -72,7 +72,7 @@ def test_a_value_is_read_by_its_kind(kind, raw, value):
         (OptionKind.MODULES, ["a"], "not NAME=PATH"),
     ],
 )
-def test_what_does_not_fit_its_kind_is_refused(kind, raw, text):
+def test_what_does_not_fit_its_kind_is_refused(kind: OptionKind, raw: object, text: str) -> None:
     with pytest.raises(StartupError, match=text):
         parse_value(option(kind), raw)
 
@@ -86,11 +86,11 @@ def test_what_does_not_fit_its_kind_is_refused(kind, raw, text):
         ('{"name": "a"}', ['{"name": "a"}']),
     ],
 )
-def test_a_variable_holds_a_list_as_words_or_as_json(text, items):
+def test_a_variable_holds_a_list_as_words_or_as_json(text: str, items: list[object]) -> None:
     assert split_list(text) == items
 
 
 @pytest.mark.parametrize("text", ["'a", "[1,"])
-def test_a_list_that_does_not_end_is_refused(text):
+def test_a_list_that_does_not_end_is_refused(text: str) -> None:
     with pytest.raises(StartupError, match="no list"):
         split_list(text)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 
 from lora_server.config import LoraModule, ServerConfig
@@ -14,16 +16,29 @@ from lora_server.options import (
     static_modules,
 )
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
 
-def problems_of(arguments=None, **sources):
+
+def problems_of(
+    arguments: dict[str, object] | None = None,
+    *,
+    config_file: str | None = None,
+    environ: dict[str, str] | None = None,
+) -> tuple[str, ...]:
     with pytest.raises(StartupError) as caught:
-        resolve({"model": "m"} if arguments is None else arguments, **{"environ": {}, **sources})
+        resolve(
+            {"model": "m"} if arguments is None else arguments,
+            config_file=config_file,
+            environ=environ or {},
+        )
     return caught.value.problems
 
 
 @pytest.fixture
-def write_file(tmp_path):
-    def write(text):
+def write_file(tmp_path: Path) -> Callable[[str], str]:
+    def write(text: str) -> str:
         path = tmp_path / "config.yaml"
         path.write_text(text)
         return str(path)
@@ -32,14 +47,16 @@ def write_file(tmp_path):
 
 
 @pytest.fixture
-def adapters(tmp_path):
+def adapters(tmp_path: Path) -> str:
     for name in ("ant", "bee"):
         (tmp_path / "adapters" / name).mkdir(parents=True)
         (tmp_path / "adapters" / name / "adapter_config.json").write_text("{}")
     return str(tmp_path / "adapters")
 
 
-def test_the_command_line_goes_before_variables_before_the_file(write_file):
+def test_the_command_line_goes_before_variables_before_the_file(
+    write_file: Callable[[str], str],
+) -> None:
     path = write_file("max_loras: 2\nmax_lora_rank: 2\nport: 2\n")
     environ = {"LORA_SERVER_MAX_LORAS": "3", "LORA_SERVER_MAX_LORA_RANK": "3"}
 
@@ -53,19 +70,19 @@ def test_the_command_line_goes_before_variables_before_the_file(write_file):
     assert resolved.origins["host"] is Origin.DEFAULT
 
 
-def test_every_field_has_an_origin():
+def test_every_field_has_an_origin() -> None:
     resolved = resolve({"model": "m"}, environ={})
 
     assert set(resolved.origins) == set(ServerConfig.__dataclass_fields__)
 
 
-def test_a_weaker_source_is_not_read_where_a_stronger_one_decides():
+def test_a_weaker_source_is_not_read_where_a_stronger_one_decides() -> None:
     resolved = resolve({"model": "m", "port": "1"}, environ={"LORA_SERVER_PORT": "much"})
 
     assert resolved.config.port == 1
 
 
-def test_all_kinds_of_options_are_read_from_a_file(write_file):
+def test_all_kinds_of_options_are_read_from_a_file(write_file: Callable[[str], str]) -> None:
     path = write_file(
         "model: m\n"
         "enable-prefix-caching: false\n"
@@ -91,7 +108,7 @@ def test_all_kinds_of_options_are_read_from_a_file(write_file):
     )
 
 
-def test_all_kinds_of_options_are_read_from_variables(write_file):
+def test_all_kinds_of_options_are_read_from_variables(write_file: Callable[[str], str]) -> None:
     environ = {
         "LORA_SERVER_CONFIG": write_file("port: 9\n"),
         "LORA_SERVER_MODEL": "m",
@@ -111,19 +128,19 @@ def test_all_kinds_of_options_are_read_from_variables(write_file):
     assert [module.name for module in config.lora_modules] == ["x", "y"]
 
 
-def test_a_missing_model_says_how_to_name_it():
+def test_a_missing_model_says_how_to_name_it() -> None:
     (problem,) = problems_of({})
 
     assert "lora-server serve MODEL" in problem
 
 
-def test_an_unknown_variable_is_refused_with_the_closest_name():
+def test_an_unknown_variable_is_refused_with_the_closest_name() -> None:
     (problem,) = problems_of(environ={"LORA_SERVER_MAX_LORA": "4"})
 
     assert "did you mean LORA_SERVER_MAX_LORAS?" in problem
 
 
-def test_an_unknown_key_is_refused_with_the_closest_name(write_file):
+def test_an_unknown_key_is_refused_with_the_closest_name(write_file: Callable[[str], str]) -> None:
     (problem,) = problems_of(config_file=write_file("max_lora: 4\n"))
 
     assert "'max_lora', did you mean max_loras?" in problem
@@ -139,23 +156,25 @@ def test_an_unknown_key_is_refused_with_the_closest_name(write_file):
         ("port: null\n", "not one value"),
     ],
 )
-def test_a_file_that_cannot_be_understood_is_refused(write_file, text, expected):
+def test_a_file_that_cannot_be_understood_is_refused(
+    write_file: Callable[[str], str], text: str, expected: str
+) -> None:
     (problem,) = problems_of(config_file=write_file(text))
 
     assert expected in problem
 
 
-def test_an_empty_file_sets_nothing(write_file):
+def test_an_empty_file_sets_nothing(write_file: Callable[[str], str]) -> None:
     assert resolve({"model": "m"}, config_file=write_file(""), environ={}).config.port == 8000
 
 
-def test_a_missing_file_is_refused(tmp_path):
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     (problem,) = problems_of(config_file=str(tmp_path / "absent.yaml"))
 
     assert "absent.yaml" in problem
 
 
-def test_variables_of_a_kubernetes_service_are_ignored_and_its_port_is_explained():
+def test_variables_of_a_kubernetes_service_are_ignored_and_its_port_is_explained() -> None:
     environ = {
         "LORA_SERVER_SERVICE_HOST": "10.0.0.1",
         "LORA_SERVER_SERVICE_PORT": "8000",
@@ -168,7 +187,9 @@ def test_variables_of_a_kubernetes_service_are_ignored_and_its_port_is_explained
     assert "enableServiceLinks" in problem
 
 
-def test_the_problems_of_all_sources_are_told_at_once(write_file, tmp_path):
+def test_the_problems_of_all_sources_are_told_at_once(
+    write_file: Callable[[str], str], tmp_path: Path
+) -> None:
     problems = problems_of(
         {"lora_dir": str(tmp_path / "absent"), "adapter_root": [str(tmp_path / "none")]},
         environ={"LORA_SERVER_PORT": "much", "LORA_SERVER_LORA_MODULES": "a"},
@@ -188,7 +209,7 @@ def test_the_problems_of_all_sources_are_told_at_once(write_file, tmp_path):
     assert len(problems) == 7
 
 
-def test_adapters_of_both_sources_are_loaded_at_start(adapters):
+def test_adapters_of_both_sources_are_loaded_at_start(adapters: str) -> None:
     arguments = {"model": "m", "lora_modules": ["x=/p"], "lora_dir": adapters}
 
     resolved = resolve(arguments, environ={})
@@ -197,30 +218,30 @@ def test_adapters_of_both_sources_are_loaded_at_start(adapters):
     assert static_modules(resolved.config) == resolved.modules
 
 
-def test_a_name_that_both_sources_have_is_refused_once(adapters):
+def test_a_name_that_both_sources_have_is_refused_once(adapters: str) -> None:
     (problem,) = problems_of({"model": "m", "lora_modules": ["ant=/p"], "lora_dir": adapters})
 
     assert "'ant' is given twice" in problem
 
 
-def test_a_sub_folder_named_like_the_base_is_refused(adapters):
+def test_a_sub_folder_named_like_the_base_is_refused(adapters: str) -> None:
     (problem,) = problems_of({"model": "ant", "lora_dir": adapters})
 
     assert "'ant' is a name of the base model" in problem
 
 
-def test_static_modules_tells_a_missing_folder(tmp_path):
+def test_static_modules_tells_a_missing_folder(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match="absent"):
         static_modules(ServerConfig(model="m", lora_dir=str(tmp_path / "absent")))
 
 
-def test_the_cache_folder_follows_its_variable_then_the_desktop_standard(tmp_path):
+def test_the_cache_folder_follows_its_variable_then_the_desktop_standard(tmp_path: Path) -> None:
     assert str(cache_folder({"LORA_SERVER_CACHE_DIR": "/c", "XDG_CACHE_HOME": "/x"})) == "/c"
     assert str(cache_folder({"XDG_CACHE_HOME": "/x"})) == "/x/lora-server"
     assert cache_folder({}).parts[-2:] == (".cache", "lora-server")
 
 
-def test_a_child_process_gets_all_variables_but_the_options():
+def test_a_child_process_gets_all_variables_but_the_options() -> None:
     environ = {"PATH": "/bin", "LORA_SERVER_PORT": "1"}
 
     assert environment_without_options(environ) == {"PATH": "/bin"}
