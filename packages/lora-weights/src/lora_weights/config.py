@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from lora_weights.errors import InvalidAdapterError, Problem, ProblemCode
 from lora_weights.field_reader import FieldReader
 from lora_weights.fields import CONFIG_FILE, check_fields, short
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Mapping
-    from pathlib import Path
 
 REQUIRED_FIELDS = ("lora_alpha", "r", "target_modules")
 """Keys that must be present; ``target_modules`` may be null."""
@@ -68,7 +69,7 @@ class AdapterConfig:
         return max(self.r, *self.rank_pattern.values()) if self.rank_pattern else self.r
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, object]) -> Self:
+    def from_dict(cls, data: Mapping[str, object]) -> AdapterConfig:
         """Check the content of an ``adapter_config.json``.
 
         Args:
@@ -81,10 +82,10 @@ class AdapterConfig:
         config, problems = parse_config(data)
         if config is None or problems:
             raise InvalidAdapterError(problems)
-        return cls(**{name: getattr(config, name) for name in config.__slots__})
+        return config
 
     @classmethod
-    def from_json(cls, path: Path) -> Self:
+    def from_json(cls, path: str | os.PathLike[str]) -> AdapterConfig:
         """Read and check an ``adapter_config.json``.
 
         Args:
@@ -94,7 +95,7 @@ class AdapterConfig:
             InvalidAdapterError: the file is not JSON, or as in `from_dict`.
             OSError: the file cannot be read.
         """
-        data, problems = parse_json(path.read_bytes())
+        data, problems = parse_json(Path(path).read_bytes())
         if data is None:
             raise InvalidAdapterError(problems, source=str(path))
         try:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeGuard
 
 from lora_weights.errors import Problem, ProblemCode
 from lora_weights.fields import CONFIG_FILE, short
-from lora_weights.scaling import pattern_fault
+from lora_weights.scaling import MAX_EXPRESSIONS, is_plain_path, pattern_fault
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -158,6 +158,11 @@ class FieldReader:
             return
         if not isinstance(value, dict):
             self._refuse(name, value, "an object or null")
+            return
+        count = sum(not is_plain_path(pattern) for pattern in value)
+        if count > MAX_EXPRESSIONS:
+            found = f"{count} regular expressions"
+            self._refuse(name, found, f"at most {MAX_EXPRESSIONS} besides plain module paths")
             return
         for pattern, entry in value.items():
             fault = pattern_fault(pattern)

@@ -9,16 +9,20 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lora_weights.errors import Problem, ProblemCode
+from lora_weights.fields import short
 from lora_weights.names import PAIR_PARTS, Part, parse_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from lora_weights.config import AdapterConfig
-    from lora_weights.tensors import TensorEntry
+    from lora_weights.tensor_format import TensorEntry
 
 FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 """Types a factor may be stored in."""
+
+MAX_KEY_LENGTH = 256
+"""Longest tensor key accepted; real ones have about 100 characters."""
 
 _NOT_YET = {
     Part.MAGNITUDE: "DoRA magnitudes are not applied yet",
@@ -71,6 +75,13 @@ class _Sorter:
 
     def add(self, entry: TensorEntry) -> None:
         """Place one tensor."""
+        if len(entry.key) > MAX_KEY_LENGTH:
+            # Patterns are matched against names; a hostile name would make that slow.
+            found = f"{len(entry.key)} characters long"
+            expected = f"at most {MAX_KEY_LENGTH}"
+            self._note(ProblemCode.UNSUPPORTED_TENSOR, "", short(entry.key), found, expected)
+            self.has_more = True
+            return
         parsed = parse_key(entry.key)
         if parsed.part in PAIR_PARTS:
             self.adapter_names.setdefault(parsed.adapter_name, entry.key)

@@ -17,6 +17,7 @@ from lora_weights.adapter import Adapter
 from lora_weights.config import AdapterConfig, parse_config, parse_json
 from lora_weights.digest import compute_digest
 from lora_weights.errors import (
+    AdapterError,
     InvalidAdapterError,
     Problem,
     ProblemCode,
@@ -105,13 +106,13 @@ def read_adapter(
         raise ValueError(f"dtype is {dtype}, expected one of {names}")
     if max_rank is not None and max_rank < 1:
         raise ValueError(f"max_rank is {max_rank}, expected at least 1")
-    reading = Reading(files=find_files(source))
     try:
+        reading = Reading(files=find_files(source))
         _read_config(reading)
         _read_weights(reading, str(source), allow_pickle=allow_pickle)
+    except AdapterError:
+        raise
     except OSError as error:
-        if isinstance(error, SourceError):
-            raise
         raise SourceError(source=str(source), reason=str(error)) from error
     if reading.config is not None and reading.tensors is not None:
         _check(reading, reading.config, reading.tensors, max_rank, dtype)
@@ -176,19 +177,10 @@ def _check(
         reading.problems += checks.check_max_rank(config, inventory.pairs, max_rank)
     largest, problems = checks.check_finite(file)
     reading.problems += problems
-    if not inventory.pairs and not inventory.has_more and not inventory.problems:
-        reading.problems.append(_no_effect("without a single LoRA tensor"))
+    reading.problems += checks.check_effect(file, inventory, scalings)
     if not reading.problems:
         reading.digest = _digest(config, file, inventory, scalings)
         _build(reading, config, file, largest, dtype)
-
-
-def _no_effect(found: str) -> Problem:
-    return Problem(
-        code=ProblemCode.NO_EFFECT,
-        found=found,
-        expected="at least one pair whose A and B are not all zero; it would change nothing",
-    )
 
 
 def _digest(
@@ -237,8 +229,9 @@ def _build(
     if any(largest * factor > torch.finfo(kind).max for kind in held):
         reading.problems += checks.check_overflow(pairs)
     reading.problems += checks.check_tied(config, pairs)
-    if not checks.has_effect(pairs.values()):
-        reading.problems.append(_no_effect("zero in every pair"))
+    # A cast to a narrow type can turn the smallest values into zero.
+    if not any(bool(p.lora_a.any()) and bool(p.lora_b.any()) for p in pairs.values()):
+        reading.problems.append(checks.no_effect(f"zero in every pair when held in {dtype}"))
     if reading.problems:
         return
     reading.adapter = Adapter(

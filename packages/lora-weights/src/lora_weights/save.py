@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import safetensors.torch
-
 from lora_weights.adapter import Adapter
 from lora_weights.fields import CONFIG_FILE
 from lora_weights.names import Part, build_key
 from lora_weights.sources.folder import WEIGHT_FILES
+from lora_weights.tensors import write_safetensors
 
 if TYPE_CHECKING:
     import os
@@ -49,13 +48,12 @@ def save_adapter(adapter: Adapter | RawAdapter, folder: str | os.PathLike[str]) 
     raw = unfolded(adapter) if isinstance(adapter, Adapter) else adapter
     target = Path(folder).expanduser()
     target.mkdir(parents=True, exist_ok=True)
-    tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in raw.tensors.items()}
     # The weights come last: whoever sees them sees the configuration they belong to.
     text = json.dumps(raw.config, indent=2, default=_json_value)
     (target / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
     weights = target / WEIGHT_FILES[0]
     partial = weights.with_suffix(".partial")
-    safetensors.torch.save_file(tensors, partial, metadata={"format": "pt"})
+    write_safetensors(partial, raw.tensors)
     partial.replace(weights)
     return target
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from lora_weights.config import AdapterConfig
 
@@ -26,6 +26,9 @@ MAX_PATTERN_QUANTIFIERS = 3
 Patterns come with the adapter and are matched by a backtracking engine, so a hostile one could
 hold up the process. The patterns PEFT's users write have one or two.
 """
+
+MAX_EXPRESSIONS = 64
+"""Patterns accepted in one table that are more than a plain path, for the same reason."""
 
 _QUANTIFIED_GROUP = re.compile(r"(?<!\\)\)[*+{]")
 _QUANTIFIER = re.compile(r"(?<!\\)(?:[*+]|\{\d*,\d*\})")
@@ -49,30 +52,63 @@ def pattern_fault(pattern: str) -> str | None:
     return None
 
 
+def is_plain_path(pattern: str) -> bool:
+    """Return whether a pattern is a path, without anything special to regular expressions."""
+    return _PLAIN.fullmatch(pattern) is not None
+
+
 class PatternTable(Generic[N]):
-    """The entries of ``rank_pattern`` or ``alpha_pattern``, in the order of the file."""
+    """The entries of ``rank_pattern`` or ``alpha_pattern``; the first that matches counts.
+
+    A pattern matches when it equals the tail of a module path from a dot (or the start) on. Files
+    with one plain path per module are common, so those are found by look-up. A dot in a path is
+    still the wildcard it is in a regular expression: paths of one length and with the same dot
+    positions share a table, in which a tail is looked up with dots put at those positions.
+    """
 
     def __init__(self, patterns: Mapping[str, N]) -> None:
-        self._entries: list[tuple[str, re.Pattern[str], N]] = [
-            (_literal_tail(pattern), re.compile(rf"(.*\.)?({pattern})$"), value)
-            for pattern, value in patterns.items()
-        ]
+        self._plain: dict[int, dict[tuple[int, ...], dict[str, tuple[int, N]]]] = {}
+        self._expressions: list[tuple[int, re.Pattern[str], N]] = []
+        for order, (pattern, value) in enumerate(patterns.items()):
+            if is_plain_path(pattern):
+                dots = tuple(i for i, character in enumerate(pattern) if character == ".")
+                tables = self._plain.setdefault(len(pattern), {})
+                tables.setdefault(dots, {})[pattern] = (order, value)
+            else:
+                expression = re.compile(rf"(.*\.)?({pattern})$")
+                self._expressions.append((order, expression, value))
 
     def lookup(self, module: str) -> N | None:
-        """Return the value of the first pattern that matches a module path, or None.
-
-        A pattern matches when it equals the tail of the path from a dot (or the start) on.
-        """
-        for tail, expression, value in self._entries:
-            # Most patterns are plain paths: their last part rejects nearly all modules cheaply.
-            if module.endswith(tail) and expression.match(module):
+        """Return the value of the first pattern that matches a module path, or None."""
+        found = min(self._plain_matches(module), default=None, key=lambda match: match[0])
+        for order, expression, value in self._expressions:
+            if found is not None and found[0] < order:
+                break
+            if expression.match(module):
                 return value
-        return None
+        return None if found is None else found[1]
+
+    def _plain_matches(self, module: str) -> Iterator[tuple[int, N]]:
+        """Yield (order, value) of the plain paths that match."""
+        if not self._plain:
+            return
+        starts = [0, *(i + 1 for i, character in enumerate(module) if character == ".")]
+        for start in starts:
+            tail = module[start:]
+            for dots, table in self._plain.get(len(tail), {}).items():
+                match = table.get(_with_dots(tail, dots))
+                if match is not None:
+                    yield match
 
 
-def _literal_tail(pattern: str) -> str:
-    """Return text that every match ends with; empty when nothing is certain."""
-    return pattern.rpartition(".")[2] if _PLAIN.fullmatch(pattern) else ""
+def _with_dots(text: str, positions: tuple[int, ...]) -> str:
+    """Return the text with a dot at each of the positions."""
+    if all(text[position] == "." for position in positions):
+        return text
+    characters = list(text)
+    for position in positions:
+        characters[position] = "."
+    return "".join(characters)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

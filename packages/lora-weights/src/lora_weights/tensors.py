@@ -6,59 +6,30 @@ when a trainer writes the folder again.
 
 from __future__ import annotations
 
-import json
 import math
 import pickle
 import struct
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import safetensors.torch
 import torch
 
 from lora_weights.errors import Problem, ProblemCode
+from lora_weights.tensor_format import (
+    DTYPES,
+    LENGTH_BYTES,
+    LFS_MARK,
+    TensorEntry,
+    build_header,
+    head_fault,
+    parse_header,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-MAX_HEADER_BYTES = 100_000_000
-"""Largest header accepted, the bound of the safetensors format."""
-
-_LENGTH_BYTES = 8
-_LFS_MARK = b"version https://git-lfs"
-
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-"""Type names of the safetensors format that torch can hold."""
-
-
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
-    """One tensor of a file: where it lies and what it is."""
-
-    key: str
-    """Key as the file spells it."""
-    dtype: str
-    """Type name of the safetensors format, such as F32."""
-    shape: tuple[int, ...]
-    """Shape as stored."""
-    start: int
-    """First byte, counted from the start of the data."""
-    end: int
-    """One past the last byte."""
+_TYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,18 +89,18 @@ def read_safetensors(path: Path) -> tuple[TensorFile | None, list[Problem]]:
     """
     with path.open("rb") as stream:
         before = _stamp(path)
-        head = stream.read(_LENGTH_BYTES)
+        head = stream.read(LENGTH_BYTES)
         size = before[0]
-        fault = _head_fault(head, size)
+        fault = head_fault(head, size)
         if fault is not None:
             return None, [_unreadable(path, *fault)]
         length = struct.unpack("<Q", head)[0]
         header = stream.read(length)
-        data = bytearray(size - _LENGTH_BYTES - length)
+        data = bytearray(size - LENGTH_BYTES - length)
         count = stream.readinto(data)
     if _stamp(path) != before or count != len(data):
         return None, [_unreadable(path, "changed while it was read", "a finished file")]
-    entries, fault = _parse_header(header, len(data))
+    entries, fault = parse_header(header, len(data))
     if fault is not None:
         return None, [_unreadable(path, *fault)]
     return TensorFile(entries=entries, data=data), []
@@ -139,85 +110,6 @@ def _stamp(path: Path) -> tuple[int, int, int]:
     """Return what changes when somebody writes or replaces the file."""
     status = path.stat()
     return status.st_size, status.st_mtime_ns, status.st_ino
-
-
-def _head_fault(head: bytes, size: int) -> tuple[str, str] | None:
-    """Return (found, expected) when the first bytes rule out a safetensors file."""
-    if size == 0:
-        return "empty (0 bytes)", "a safetensors file"
-    if _LFS_MARK.startswith(head):
-        return "a git-lfs pointer", "the file itself (run `git lfs pull`)"
-    if len(head) < _LENGTH_BYTES:
-        return f"{size} bytes long", "a safetensors file of at least 8 bytes"
-    length = struct.unpack("<Q", head)[0]
-    if length > MAX_HEADER_BYTES:
-        return f"not safetensors (its first 8 bytes are {head!r})", "a safetensors header"
-    if length > size - _LENGTH_BYTES:
-        expected = f"at least {length + _LENGTH_BYTES} for its header; it is cut off"
-        return f"{size} bytes long", expected
-    return None
-
-
-def _parse_header(
-    header: bytes, size: int
-) -> tuple[tuple[TensorEntry, ...], tuple[str, str] | None]:
-    """Return the entries in data order, or (found, expected) for a header that is wrong."""
-    expected = "the header of a safetensors file"
-    try:
-        items = json.loads(header, object_pairs_hook=_unique_object)
-    except (UnicodeDecodeError, ValueError, RecursionError) as error:
-        return (), (f"not safetensors ({error})", expected)
-    if not isinstance(items, dict):
-        return (), (f"not safetensors (its header is a {type(items).__name__})", expected)
-    items.pop("__metadata__", None)
-    entries = []
-    for key, item in items.items():
-        entry = _parse_entry(key, item)
-        if isinstance(entry, str):
-            return (), (f"not safetensors ({entry})", expected)
-        entries.append(entry)
-    entries.sort(key=lambda entry: (entry.start, entry.end))
-    return tuple(entries), _layout_fault(entries, size)
-
-
-def _unique_object(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    items = dict(pairs)
-    if len(items) < len(pairs):
-        keys = [key for key, _ in pairs]
-        double = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"the header names {double!r} twice")
-    return items
-
-
-def _parse_entry(key: str, item: object) -> TensorEntry | str:
-    """Return the entry, or what is wrong with it."""
-    match item:
-        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(start), int(end)]}:
-            pass
-        case _:
-            return f"{key!r} has no dtype, shape and data_offsets"
-    if dtype not in DTYPES:
-        return f"{key!r} has the unknown type {dtype!r}"
-    if any(type(size) is not int or size < 0 for size in shape):
-        return f"{key!r} has the shape {shape}"
-    size = math.prod(shape) * DTYPES[dtype].itemsize
-    if start < 0 or end - start != size:
-        return f"{key!r} has {end - start} bytes at {start}, its shape {shape} needs {size}"
-    return TensorEntry(key, dtype, tuple(shape), start, end)
-
-
-def _layout_fault(entries: list[TensorEntry], size: int) -> tuple[str, str] | None:
-    """Return (found, expected) unless the tensors fill the data section one after another."""
-    position = 0
-    for entry in entries:
-        if entry.start != position:
-            return f"inconsistent ({entry.key!r} starts at byte {entry.start})", f"byte {position}"
-        position = entry.end
-    if position > size:
-        return f"{size} bytes of data long", f"{position} as its header says; it is cut off"
-    if position < size:
-        return f"{size} bytes of data long", f"{position} as its header says"
-    return None
 
 
 def read_pickle(path: Path) -> tuple[TensorFile | None, list[Problem]]:
@@ -235,7 +127,7 @@ def read_pickle(path: Path) -> tuple[TensorFile | None, list[Problem]]:
     content = path.read_bytes()
     if not content:
         return None, [_unreadable(path, "empty (0 bytes)", "a torch file")]
-    if content.startswith(_LFS_MARK):
+    if content.startswith(LFS_MARK):
         return None, [_unreadable(path, "a git-lfs pointer", "the file itself")]
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True)  # noqa: TID251
@@ -246,13 +138,48 @@ def read_pickle(path: Path) -> tuple[TensorFile | None, list[Problem]]:
         isinstance(key, str) and isinstance(value, torch.Tensor) for key, value in loaded.items()
     ):
         return None, [_unreadable(path, "not a flat state dict", "names mapped to tensors")]
-    content = safetensors.torch.save({key: value.contiguous() for key, value in loaded.items()})
-    length = struct.unpack("<Q", content[:_LENGTH_BYTES])[0]
-    data = bytearray(content[_LENGTH_BYTES + length :])
-    entries, fault = _parse_header(content[_LENGTH_BYTES : _LENGTH_BYTES + length], len(data))
+    header, data = _to_bytes(loaded)
+    entries, fault = parse_header(header[LENGTH_BYTES:], len(data))
     if fault is not None:
         return None, [_unreadable(path, *fault)]
     return TensorFile(entries=entries, data=data), []
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write a safetensors file.
+
+    Args:
+        path: the file, replaced where it exists.
+        tensors: key -> tensor, on any device; they may share memory.
+
+    Raises:
+        OSError: the file cannot be written.
+        KeyError: the format has no name for a tensor's type.
+    """
+    header, data = _to_bytes(tensors)
+    with path.open("wb") as stream:
+        stream.write(header)
+        stream.write(data)
+
+
+def _to_bytes(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, bytearray]:
+    """Return length and header, and the data."""
+    # Wide types first, as the library does: every tensor then lies at a multiple of its width.
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
+    header = build_header(
+        (key, _TYPE_NAMES[tensor.dtype], tuple(tensor.shape), tensor.nbytes)
+        for key, tensor in ordered
+    )
+    data = bytearray(sum(tensor.nbytes for _, tensor in ordered))
+    position = 0
+    for _, tensor in ordered:
+        if tensor.nbytes:
+            target = torch.frombuffer(
+                data, dtype=tensor.dtype, count=tensor.numel(), offset=position
+            )
+            target.copy_(tensor.detach().reshape(-1))
+        position += tensor.nbytes
+    return header, data
 
 
 def _unreadable(path: Path, found: str, expected: str) -> Problem:

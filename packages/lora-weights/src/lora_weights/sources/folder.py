@@ -44,6 +44,7 @@ def resolve_folder(source: str | os.PathLike[str]) -> Path:
         source: a path (``~`` allowed, relative to the working directory) or a ``file://`` address.
 
     Raises:
+        AdapterNotFoundError: the path is empty or names the home of an unknown user.
         SourceError: the source has another scheme or another host.
     """
     text = os.fspath(source)
@@ -55,7 +56,10 @@ def resolve_folder(source: str | os.PathLike[str]) -> Path:
             reason = "only folders on this machine (a path or file:///path) can be read"
             raise SourceError(source=text, reason=reason)
         text = unquote(parts.path)
-    return Path(text).expanduser().absolute()
+    try:
+        return Path(text).expanduser().absolute()
+    except RuntimeError as error:  # ~name of a user this machine does not have
+        raise AdapterNotFoundError(source=text, reason=str(error)) from error
 
 
 def find_files(source: str | os.PathLike[str]) -> AdapterFiles:
@@ -66,16 +70,14 @@ def find_files(source: str | os.PathLike[str]) -> AdapterFiles:
 
     Raises:
         AdapterNotFoundError: there is no folder, or no ``adapter_config.json`` in it.
-        SourceError: the folder cannot be listed, or the source is not on this machine.
+        SourceError: the source is not on this machine.
+        OSError: the folder cannot be listed.
     """
     name = os.fspath(source)
     folder = resolve_folder(source)
     if not folder.is_dir():
         raise AdapterNotFoundError(source=name, reason=_no_folder(folder))
-    try:
-        names = sorted(entry.name for entry in folder.iterdir())
-    except OSError as error:
-        raise SourceError(source=name, reason=str(error)) from error
+    names = sorted(entry.name for entry in folder.iterdir())
     if not (folder / CONFIG_FILE).is_file():
         raise AdapterNotFoundError(source=name, reason=_no_config(folder, names))
     weights = next((folder / name for name in WEIGHT_FILES if (folder / name).is_file()), None)

@@ -1,0 +1,173 @@
+"""adapter_config.json: what is read, what is refused, everything at once."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from lora_weights import AdapterConfig, InvalidAdapterError, ProblemCode
+
+PLAIN = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
+
+
+def problems_of(**fields):
+    with pytest.raises(InvalidAdapterError) as caught:
+        AdapterConfig.from_dict({**PLAIN, **fields})
+    return caught.value.problems
+
+
+def codes_of(**fields):
+    return [problem.code for problem in problems_of(**fields)]
+
+
+def test_a_handmade_configuration_gets_pefts_defaults():
+    config = AdapterConfig.from_dict(PLAIN)
+
+    assert (config.r, config.lora_alpha, config.target_modules) == (8, 16.0, ("q_proj", "v_proj"))
+    assert (config.bias, config.use_rslora, config.rank_pattern) == ("none", False, {})
+
+
+def test_missing_required_fields_are_named_together():
+    with pytest.raises(InvalidAdapterError) as caught:
+        AdapterConfig.from_dict({"peft_type": "LORA"})
+
+    assert [problem.tensor for problem in caught.value.problems] == [
+        "adapter_config.json lora_alpha",
+        "adapter_config.json r",
+        "adapter_config.json target_modules",
+    ]
+
+
+@pytest.mark.parametrize("targets", [None, "all-linear", r".*\.(q|v)_proj", [], ["a.b", "0"]])
+def test_targets_may_be_null_a_pattern_or_any_list(targets):
+    config = AdapterConfig.from_dict({**PLAIN, "target_modules": targets})
+
+    assert config.target_modules == (tuple(targets) if isinstance(targets, list) else targets)
+
+
+def test_repeated_targets_are_listed_once():
+    config = AdapterConfig.from_dict({**PLAIN, "target_modules": ["q_proj", "q_proj"]})
+
+    assert config.target_modules == ("q_proj",)
+
+
+@pytest.mark.parametrize("kind", ["IA3", "LOHA", "ADALORA", "PROMPT_TUNING", "VERA", "lora", 3])
+def test_other_methods_are_refused_by_name_and_nothing_else_is_said(kind):
+    problems = problems_of(peft_type=kind, init_r=64, strange=True)
+
+    assert [problem.code for problem in problems] == [ProblemCode.UNSUPPORTED_TYPE]
+    assert repr(kind) in problems[0].found
+
+
+def test_a_file_of_another_library_is_refused_with_the_keys_it_has():
+    with pytest.raises(InvalidAdapterError) as caught:
+        AdapterConfig.from_dict({"base_model": "x", "config": {}})
+
+    assert caught.value.problems[0].code is ProblemCode.NOT_PEFT
+    assert "base_model, config" in caught.value.problems[0].found
+
+
+@pytest.mark.parametrize("rank", [0, -1, 8.0, "8", True, None])
+def test_a_rank_is_a_positive_integer(rank):
+    assert codes_of(r=rank) == [ProblemCode.INVALID_FIELD]
+
+
+@pytest.mark.parametrize("alpha", ["16", True, None, float("nan"), float("inf"), 10**400])
+def test_an_alpha_is_a_finite_number(alpha):
+    assert codes_of(lora_alpha=alpha) == [ProblemCode.INVALID_FIELD]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("rank_pattern", {"q_proj": 0}),
+        ("rank_pattern", {"q_proj": "8"}),
+        ("rank_pattern", ["q_proj"]),
+        ("rank_pattern", {"(a+)+": 8}),
+        ("alpha_pattern", {"q_proj": None}),
+        ("use_rslora", "yes"),
+        ("bias", "some"),
+        ("modules_to_save", "classifier"),
+        ("target_modules", [1]),
+    ],
+)
+def test_wrong_values_are_named(field, value):
+    problems = problems_of(**{field: value})
+
+    assert problems[0].code is ProblemCode.INVALID_FIELD
+    assert field in problems[0].tensor
+
+
+def test_too_many_regular_expressions_are_refused_and_many_plain_paths_are_not():
+    many = {f"layers.{i}.q_proj": 4 for i in range(500)}
+    expressions = {f"layers.{i}.[qk]_proj": 4 for i in range(65)}
+
+    assert len(AdapterConfig.from_dict({**PLAIN, "rank_pattern": many}).rank_pattern) == 500
+    assert codes_of(rank_pattern=expressions) == [ProblemCode.INVALID_FIELD]
+
+
+def test_null_patterns_are_empty():
+    config = AdapterConfig.from_dict({**PLAIN, "rank_pattern": None, "alpha_pattern": None})
+
+    assert (config.rank_pattern, config.alpha_pattern) == ({}, {})
+
+
+@pytest.mark.parametrize("value", [True, False, None, "gaussian", "eva", "orthogonal", "lora_ga"])
+def test_initialisations_that_leave_the_base_alone_pass(value):
+    assert AdapterConfig.from_dict({**PLAIN, "init_lora_weights": value}).init_lora_weights == value
+
+
+@pytest.mark.parametrize("value", ["pissa", "pissa_niter_16", "olora", "corda", "loftq", "new", 1])
+def test_initialisations_that_change_the_base_are_refused(value):
+    problems = problems_of(init_lora_weights=value)
+
+    assert [problem.code for problem in problems] == [ProblemCode.UNSUPPORTED_FIELD]
+    assert repr(value) in problems[0].found
+
+
+def test_every_reason_is_reported_at_once():
+    problems = problems_of(r=0, use_dora=True, init_lora_weights="pissa", strange=[1])
+
+    text = "\n".join(map(str, problems))
+    assert len(problems) == 4
+    for name in ("adapter_config.json r ", "use_dora", "init_lora_weights", "strange"):
+        assert name in text
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (b"", "empty"),
+        (b"{", "not JSON"),
+        (b"\xff\xfe", "not JSON"),
+        (b"[1]", "a JSON list"),
+        (b"[" * 100_000, "not JSON"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "a git-lfs pointer"),
+    ],
+)
+def test_a_file_that_is_no_json_object_is_named(tmp_path, content, found):
+    path = tmp_path / "adapter_config.json"
+    path.write_bytes(content)
+
+    with pytest.raises(InvalidAdapterError) as caught:
+        AdapterConfig.from_json(path)
+
+    assert caught.value.problems[0].code is ProblemCode.CONFIG_UNREADABLE
+    assert found in caught.value.problems[0].found
+    assert str(path) in str(caught.value)
+
+
+def test_a_byte_order_mark_and_windows_line_ends_are_accepted(tmp_path):
+    path = tmp_path / "adapter_config.json"
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps(PLAIN, indent=1).replace("\n", "\r\n").encode())
+
+    assert AdapterConfig.from_json(path).r == 8
+
+
+def test_problems_of_a_file_name_the_file(tmp_path):
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps({**PLAIN, "use_dora": True}))
+
+    with pytest.raises(InvalidAdapterError, match=r"adapter_config\.json': "):
+        AdapterConfig.from_json(path)
