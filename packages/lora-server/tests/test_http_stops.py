@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_server.http.stops import StopHit, StopMatcher
+from lora_server.http.stops import StopMatcher
 
 
 def run(stops: list[str], pieces: list[str]) -> tuple[list[str], str | None]:
@@ -15,9 +15,9 @@ def run(stops: list[str], pieces: list[str]) -> tuple[list[str], str | None]:
     handed: list[str] = []
     for piece in pieces:
         new = matcher.push(piece)
-        if isinstance(new, StopHit):
-            return [*handed, new.text], new.stop
-        handed.append(new)
+        handed.append(new.text)
+        if new.stop is not None:
+            return handed, new.stop
     return [*handed, matcher.flush()], None
 
 

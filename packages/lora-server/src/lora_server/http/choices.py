@@ -8,12 +8,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from lora_server.engine.messages import SequenceOutput, TokenLogprob
+from lora_server.engine.messages import FinishReason, SequenceOutput, TokenLogprob
 from lora_server.errors import EngineError
 from lora_server.http.detokenize import Detokenizer
-from lora_server.http.stops import StopHit, StopMatcher
-
-STOP = "stop"
+from lora_server.http.stops import Matched, StopMatcher
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,19 +67,23 @@ class Choice:
         start = self._num_chars
         texts: list[str] = []
         lens: list[int] = []
-        hit: StopHit | None = None
+        stop: str | None = None
         for position, token_id in enumerate(output.token_ids):
             piece = self._piece(token_id, output, position)
             lens.append(len(piece))
-            new = self._match(piece)
-            texts.append(new.text if isinstance(new, StopHit) else new)
-            if isinstance(new, StopHit):
-                hit = new
+            text, stop = self._match(piece)
+            texts.append(text)
+            if stop is not None:
                 break
-        finish_reason, stop_reason = self._ending(output, hit)
-        if finish_reason is not None:
-            self.is_finished = True
-            texts.append(self._last_text(hit))
+        if stop is None and output.finish_reason is not None:
+            text, stop = self._match(self._detokenizer.flush())
+            texts.append(text)
+            if stop is None:
+                texts.append(self._matcher.flush())
+        if stop is not None and self._rules.include_stop:
+            texts.append(stop)
+        finish_reason, stop_reason = self._ending(output, stop)
+        self.is_finished = finish_reason is not None
         return ChoiceDelta(
             index=self.index,
             text="".join(texts),
@@ -103,30 +105,25 @@ class Choice:
         self._num_chars += len(piece)
         return piece
 
-    def _match(self, piece: str) -> str | StopHit:
+    def _match(self, piece: str) -> Matched:
         if self.num_tokens <= self._rules.min_tokens:
-            return piece
+            return Matched(piece)
         return self._matcher.push(piece)
 
     def _ending(
-        self, output: SequenceOutput, hit: StopHit | None
+        self, output: SequenceOutput, stop: str | None
     ) -> tuple[str | None, str | int | None]:
-        if hit is not None:
-            return STOP, hit.stop
+        """Return (finish_reason, stop_reason)."""
+        if stop is not None:
+            return FinishReason.STOP.value, stop
         if output.finish_reason is None:
             return None, None
         return output.finish_reason.value, output.stop_token_id
 
-    def _last_text(self, hit: StopHit | None) -> str:
-        """Return what was held back, now that nothing follows."""
-        if hit is not None:
-            return hit.stop if self._rules.include_stop else ""
-        rest = self._match(self._detokenizer.flush())
-        return rest.text if isinstance(rest, StopHit) else rest + self._matcher.flush()
-
 
 def _checked(logprobs: tuple[TokenLogprob, ...]) -> tuple[TokenLogprob, ...]:
     """Never report NaN, which is neither JSON nor an answer."""
-    if any(math.isnan(item.logprob) for item in logprobs):
+    values = (value for item in logprobs for value in (item.logprob, *(v for _, v in item.top)))
+    if any(map(math.isnan, values)):
         raise EngineError("the model's output is not a number (NaN)")
     return logprobs

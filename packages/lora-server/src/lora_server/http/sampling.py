@@ -121,14 +121,20 @@ def _num_prompt_logprobs(body: GenerationBody, max_tokens: int) -> int | None:
 
 
 def _logit_bias(bias: Mapping[str, float], vocab_size: int) -> dict[int, float]:
-    unknown = [key for key in bias if not (key.isdecimal() and int(key) < vocab_size)]
+    unknown = [key for key in bias if not _is_token_id(key, vocab_size)]
     if unknown:
         raise InvalidRequestError(
-            f"logit_bias: no token ids: {', '.join(map(repr, unknown))}; ids are integers from 0 "
-            f"to {vocab_size - 1}",
+            f"logit_bias: no token ids: {', '.join(repr(key[:20]) for key in unknown)}; ids are "
+            f"integers from 0 to {vocab_size - 1}",
             param="logit_bias",
         )
     return {int(key): value for key, value in bias.items()}
+
+
+def _is_token_id(key: str, vocab_size: int) -> bool:
+    """Whether a JSON key spells an id; its length is bounded before it becomes a number."""
+    is_number = key.isascii() and key.isdecimal() and len(key) <= len(str(vocab_size))
+    return is_number and int(key) < vocab_size
 
 
 def _stop_token_ids(body: GenerationBody, vocab_size: int) -> frozenset[int]:

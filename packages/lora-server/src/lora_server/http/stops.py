@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class StopHit:
-    """A stop string was completed."""
+class Matched(NamedTuple):
+    """What is certain after a piece of text."""
 
     text: str
-    """The text before the stop string that was not handed out yet."""
-    stop: str
-    """The stop string."""
+    """Text to hand on; it ends before the stop string, if there is one."""
+    stop: str | None = None
+    """The stop string that ends the sequence."""
 
 
 class StopMatcher:
@@ -27,25 +26,24 @@ class StopMatcher:
         self._stops = tuple(stops)
         self._held = ""
 
-    def push(self, text: str) -> str | StopHit:
-        """Add text. Return what is certain to stay, or the hit that ends the sequence."""
+    def push(self, text: str) -> Matched:
+        """Add text and return what is certain now; add nothing after a stop string."""
         if not self._stops:
-            return text
+            return Matched(text)
         self._held += text
-        hit = self._find()
-        if hit is not None:
+        if (hit := self._find()) is not None:
             return hit
         num_held = self._longest_beginning()
         certain = self._held[: len(self._held) - num_held]
         self._held = self._held[len(certain) :]
-        return certain
+        return Matched(certain)
 
     def flush(self) -> str:
         """Return what was held back: the sequence ends without a stop string."""
         held, self._held = self._held, ""
         return held
 
-    def _find(self) -> StopHit | None:
+    def _find(self) -> Matched | None:
         ends = [
             (start + len(stop), start, stop)
             for stop in self._stops
@@ -54,7 +52,7 @@ class StopMatcher:
         if not ends:
             return None
         _, start, stop = min(ends)
-        return StopHit(text=self._held[:start], stop=stop)
+        return Matched(self._held[:start], stop)
 
     def _longest_beginning(self) -> int:
         """Length of the longest end of the held text with which a stop string begins."""
