@@ -1,4 +1,4 @@
-"""Argument checks shared by all operators, in one message style: operator, argument, found, expected."""
+"""Argument checks shared by all operators: one message style, before anything is written."""
 
 from __future__ import annotations
 
@@ -33,27 +33,24 @@ def check_pairing(op: str, routing: Routing, weights: StackedWeights) -> None:
         )
 
 
-def check_rows(
-    op: str, name: str, tensor: Tensor, routing: Routing, width: int, weights: StackedWeights
-) -> None:
-    """Check a `[T, width]` tensor of any supported dtype on the device of the weights.
+def check_activations(op: str, x: Tensor, routing: Routing, weights: StackedWeights) -> None:
+    """Check `x`: `[T, I]`, any supported dtype, on the device of the weights.
 
     Raises:
         UnsupportedShapeError: the shape differs.
         KernelArgumentError: the dtype or the device does not fit.
     """
-    if tensor.ndim != 2 or tensor.shape[0] != routing.num_tokens or tensor.shape[1] != width:
-        raise UnsupportedShapeError(
-            f"{op}: {name} is {list(tensor.shape)}, expected [{routing.num_tokens}, {width}]"
-        )
-    if tensor.dtype not in FLOATS:
-        raise KernelArgumentError(
-            f"{op}: {name} is {tensor.dtype}, expected float32, float16 or bfloat16"
-        )
-    if tensor.device != weights.a_storage.device:
-        raise KernelArgumentError(
-            f"{op}: {name} is on {tensor.device}, weights are on {weights.device}"
-        )
+    _check_rows(f"{op}: x", x, (routing.num_tokens, weights.in_features), weights)
+
+
+def check_output(op: str, y: Tensor, routing: Routing, weights: StackedWeights) -> None:
+    """Check `y`: `[T, sum O_p]`, any supported dtype, on the device of the weights.
+
+    Raises:
+        UnsupportedShapeError: the shape differs.
+        KernelArgumentError: the dtype or the device does not fit.
+    """
+    _check_rows(f"{op}: y", y, (routing.num_tokens, weights.total_out_features), weights)
 
 
 def check_buffer(op: str, v: Tensor, routing: Routing, weights: StackedWeights) -> None:
@@ -87,3 +84,16 @@ def check_token_ids(op: str, token_ids: Tensor, routing: Routing, weights: Stack
         )
     if token_ids.dtype not in (torch.int64, torch.int32):
         raise KernelArgumentError(f"{op}: token_ids is {token_ids.dtype}, expected int64 or int32")
+
+
+def _check_rows(
+    where: str, tensor: Tensor, shape: tuple[int, int], weights: StackedWeights
+) -> None:
+    if tensor.shape != shape:
+        raise UnsupportedShapeError(f"{where} is {list(tensor.shape)}, expected {list(shape)}")
+    if tensor.dtype not in FLOATS:
+        raise KernelArgumentError(
+            f"{where} is {tensor.dtype}, expected float32, float16 or bfloat16"
+        )
+    if tensor.device != weights.device:
+        raise KernelArgumentError(f"{where} is on {tensor.device}, weights on {weights.device}")

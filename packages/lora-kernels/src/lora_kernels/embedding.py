@@ -1,5 +1,7 @@
 """embedding_lora_: formula, checks, and the choice of the backend.
 
+For inference: no gradient flows through the operator.
+
 Letters: `T` tokens, `D` embedding width, `R` max rank, `V` vocabulary.
 """
 
@@ -7,9 +9,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from lora_kernels._aten import embedding as aten
 from lora_kernels.backend import Backend
-from lora_kernels.checks import check_pairing, check_rows, check_token_ids
+from lora_kernels.checks import check_output, check_pairing, check_token_ids
 from lora_kernels.reference import embedding as reference
 
 if TYPE_CHECKING:
@@ -50,8 +54,10 @@ def embedding_lora_(
     """
     check_pairing("embedding_lora_", routing, weights)
     check_token_ids("embedding_lora_", token_ids, routing, weights)
-    check_rows("embedding_lora_", "y", y, routing, weights.total_out_features, weights)
+    check_output("embedding_lora_", y, routing, weights)
     if routing.is_empty:
         return y
-    module = reference if backend is Backend.REFERENCE else aten
-    return module.embedding_lora_(y, token_ids, weights, routing)
+    with torch.no_grad():
+        if backend is Backend.REFERENCE:
+            return reference.embedding_lora_(y, token_ids, weights, routing)
+        return aten.embedding_lora_(y, token_ids, weights, routing)

@@ -1,5 +1,7 @@
 """shrink, expand_ and apply_lora_: formula, checks, and the choice of the backend.
 
+For inference: no gradient flows through the operators.
+
 Letters: `T` tokens, `E` entries, `N` slots, `R` max rank, `I` in, `O` out, `P` slices.
 """
 
@@ -11,7 +13,7 @@ import torch
 
 from lora_kernels._aten import linear as aten
 from lora_kernels.backend import Backend
-from lora_kernels.checks import check_buffer, check_pairing, check_rows
+from lora_kernels.checks import check_activations, check_buffer, check_output, check_pairing
 from lora_kernels.reference import linear as reference
 
 if TYPE_CHECKING:
@@ -46,11 +48,13 @@ def shrink(
         KernelArgumentError: slots, dtypes or devices do not fit together.
     """
     check_pairing("shrink", routing, weights)
-    check_rows("shrink", "x", x, routing, weights.in_features, weights)
+    check_activations("shrink", x, routing, weights)
     if routing.is_empty:
         return x.new_empty((weights.num_slices, 0, weights.max_rank), dtype=torch.float32)
-    module = reference if backend is Backend.REFERENCE else aten
-    return module.shrink(x, weights, routing)
+    with torch.no_grad():
+        if backend is Backend.REFERENCE:
+            return reference.shrink(x, weights, routing)
+        return aten.shrink(x, weights, routing)
 
 
 def expand_(
@@ -63,10 +67,11 @@ def expand_(
 ) -> Tensor:
     """Add each entry's output to its token's row, in place.
 
-    Semantics: `y[token[e], off_p : off_p + O_p] += scale[e] * lora_b[p][slot[e], :, :r] @ v[p, e, :r]`
-    with `off_p` the sum of the widths before slice `p`. Slices may have different widths; an
-    absent slice adds nothing. The sum over all entries of a token is in float32 and rounded to
-    the dtype of `y` once. Rows of tokens without entry are neither read nor written.
+    Semantics: `y[token[e], off_p : off_p + O_p] += scale[e] * B_p @ v[p, e, :r]` with
+    `B_p = lora_b[p][slot[e], :, :r]` and `off_p` the sum of the widths before slice `p`. Slices
+    may have different widths; an absent slice adds nothing. The sum over all entries of a token
+    is in float32 and rounded to the dtype of `y` once. Rows of tokens without entry are neither
+    read nor written.
 
     Args:
         y: base output, `[T, sum O_p]`, written in place; rows may be strided.
@@ -83,12 +88,14 @@ def expand_(
         KernelArgumentError: slots, dtypes or devices do not fit together.
     """
     check_pairing("expand_", routing, weights)
-    check_rows("expand_", "y", y, routing, weights.total_out_features, weights)
+    check_output("expand_", y, routing, weights)
     check_buffer("expand_", v, routing, weights)
     if routing.is_empty:
         return y
-    module = reference if backend is Backend.REFERENCE else aten
-    return module.expand_(y, v, weights, routing)
+    with torch.no_grad():
+        if backend is Backend.REFERENCE:
+            return reference.expand_(y, v, weights, routing)
+        return aten.expand_(y, v, weights, routing)
 
 
 def apply_lora_(
@@ -122,9 +129,11 @@ def apply_lora_(
         KernelArgumentError: slots, dtypes or devices do not fit together.
     """
     check_pairing("apply_lora_", routing, weights)
-    check_rows("apply_lora_", "x", x, routing, weights.in_features, weights)
-    check_rows("apply_lora_", "y", y, routing, weights.total_out_features, weights)
+    check_activations("apply_lora_", x, routing, weights)
+    check_output("apply_lora_", y, routing, weights)
     if routing.is_empty:
         return y
-    module = reference if backend is Backend.REFERENCE else aten
-    return module.apply_lora_(y, x, weights, routing)
+    with torch.no_grad():
+        if backend is Backend.REFERENCE:
+            return reference.apply_lora_(y, x, weights, routing)
+        return aten.apply_lora_(y, x, weights, routing)

@@ -7,15 +7,19 @@ Letters: `T` tokens of the step, `E` entries, `G` segments, `N` slots, `U` token
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from lora_kernels.errors import KernelArgumentError
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +45,7 @@ class Routing:
 
     A token without adapter has no entry, a token with a weighted set has several. Build it once a
     step with `build_routing` and share it by reference with every layer: what a backend derives
-    from it is kept here, so that only the first layer pays for it.
+    from it is kept here, so that only the first layer pays for it (one thread at a time).
 
     The constructor trusts its arguments; `build_routing` and `Routing.from_segments` check theirs.
     """
@@ -96,7 +100,11 @@ class Routing:
         Raises:
             KernelArgumentError: bounds, slots or tokens are out of range or out of order.
         """
-        _check_segments(token_idx, scales, seg_indptr, seg_slots, num_tokens, num_slots)
+        _check_lengths(token_idx, scales, seg_indptr, seg_slots)
+        _check_segments(seg_indptr, seg_slots, token_idx.shape[0])
+        _check_range("seg_slots", seg_slots, num_slots)
+        _check_range("token_idx", token_idx, num_tokens)
+        _check_finite(scales)
         segments = _host_segments(token_idx, seg_indptr, seg_slots)
         has_unit_scales = bool((scales == 1).all())
         placed = _to_device([token_idx, seg_indptr, seg_slots, scales], torch.device(device))
@@ -134,7 +142,34 @@ class Routing:
     @cached_property
     def touched_tokens(self) -> Tensor:
         """Tokens with at least one entry, `[U]` int64, growing."""
-        return torch.unique(self.token_idx)
+        touched: Tensor = torch.unique(self.token_idx)
+        return touched
+
+    @cached_property
+    def touched_range(self) -> tuple[int, int]:
+        """First token with an entry, and the number of tokens from it to the last one."""
+        first, last = int(self.touched_tokens[0]), int(self.touched_tokens[-1])
+        return first, last - first + 1
+
+    @cached_property
+    def is_touched_run(self) -> bool:
+        """Every token of `touched_range` has an entry, so that its rows are a view."""
+        return self.touched_range[1] == self.touched_tokens.shape[0]
+
+    @cached_property
+    def has_repeated_tokens(self) -> bool:
+        """Some token has several entries."""
+        return self.touched_tokens.shape[0] < self.token_idx.shape[0]
+
+    @cached_property
+    def entry_rows(self) -> Tensor:
+        """Position of each entry's token in `touched_tokens`, `[E]` int64."""
+        return torch.searchsorted(self.touched_tokens, self.token_idx)
+
+    @cached_property
+    def derived(self) -> dict[Hashable, Any]:
+        """What a backend has worked out for this routing and keeps for the next layers."""
+        return {}
 
     def __repr__(self) -> str:
         return (
@@ -169,20 +204,21 @@ def build_routing(
     Raises:
         KernelArgumentError: lengths differ, or a token, slot or scale is out of range.
     """
-    tokens_E = torch.as_tensor(token_idx, dtype=torch.int64, device="cpu")
-    slots_E = torch.as_tensor(slots, dtype=torch.int64, device="cpu")
+    entry_tokens = torch.as_tensor(token_idx, dtype=torch.int64, device="cpu")
+    entry_slots = torch.as_tensor(slots, dtype=torch.int64, device="cpu")
     if scales is None:
-        scales_E = torch.ones(tokens_E.shape, dtype=torch.float32)
+        entry_scales = torch.ones(entry_tokens.shape, dtype=torch.float32)
     else:
-        scales_E = torch.as_tensor(scales, dtype=torch.float32, device="cpu")
-    _check_entries(tokens_E, slots_E, scales_E, num_tokens, num_slots)
-    order = torch.argsort(slots_E * num_tokens + tokens_E, stable=True)
-    seg_slots, counts = torch.unique_consecutive(slots_E[order], return_counts=True)
+        entry_scales = torch.as_tensor(scales, dtype=torch.float32, device="cpu")
+    _check_entries(entry_tokens, entry_slots, entry_scales, num_tokens, num_slots)
+    # The sort key is exact: num_slots * num_tokens stays far below 2**63.
+    order = torch.argsort(entry_slots * num_tokens + entry_tokens, stable=True)
+    seg_slots, counts = torch.unique_consecutive(entry_slots[order], return_counts=True)
     seg_indptr = torch.zeros(seg_slots.shape[0] + 1, dtype=torch.int64)
     torch.cumsum(counts, 0, out=seg_indptr[1:])
     return Routing.from_segments(
-        token_idx=tokens_E[order],
-        scales=scales_E[order],
+        token_idx=entry_tokens[order],
+        scales=entry_scales[order],
         seg_indptr=seg_indptr,
         seg_slots=seg_slots,
         num_tokens=num_tokens,
@@ -215,15 +251,19 @@ def route_tokens(
 
 
 def _check_entries(
-    tokens_E: Tensor, slots_E: Tensor, scales_E: Tensor, num_tokens: int, num_slots: int
+    entry_tokens: Tensor, entry_slots: Tensor, entry_scales: Tensor, num_tokens: int, num_slots: int
 ) -> None:
-    lengths = {"token_idx": tokens_E, "slots": slots_E, "scales": scales_E}
+    lengths = {"token_idx": entry_tokens, "slots": entry_slots, "scales": entry_scales}
     shapes = {name: list(tensor.shape) for name, tensor in lengths.items()}
-    if tokens_E.ndim != 1 or len({tuple(shape) for shape in shapes.values()}) != 1:
+    if any(shape != [entry_tokens.numel()] for shape in shapes.values()):
         raise KernelArgumentError(f"routing: entries have shapes {shapes}, expected one length [E]")
-    _check_range("token_idx", tokens_E, num_tokens)
-    _check_range("slots", slots_E, num_slots)
-    if not bool(scales_E.isfinite().all()):
+    _check_range("token_idx", entry_tokens, num_tokens)
+    _check_range("slots", entry_slots, num_slots)
+    _check_finite(entry_scales)
+
+
+def _check_finite(scales: Tensor) -> None:
+    if not bool(scales.isfinite().all()):
         raise KernelArgumentError("routing: scales holds NaN or infinity, expected finite factors")
 
 
@@ -235,33 +275,26 @@ def _check_range(name: str, values: Tensor, bound: int) -> None:
         )
 
 
-def _check_segments(
-    token_idx: Tensor,
-    scales: Tensor,
-    seg_indptr: Tensor,
-    seg_slots: Tensor,
-    num_tokens: int,
-    num_slots: int,
+def _check_lengths(
+    token_idx: Tensor, scales: Tensor, seg_indptr: Tensor, seg_slots: Tensor
 ) -> None:
-    num_entries, num_segments = token_idx.shape[0], seg_slots.shape[0]
-    if scales.shape[0] != num_entries:
+    found = {"scales": scales.shape[0], "seg_indptr": seg_indptr.shape[0]}
+    expected = {"scales": token_idx.shape[0], "seg_indptr": seg_slots.shape[0] + 1}
+    if found != expected:
         raise KernelArgumentError(
-            f"routing: scales is {list(scales.shape)}, expected [{num_entries}] as token_idx"
+            f"routing: lengths are {found}, expected {expected} for {token_idx.shape[0]} entries "
+            f"in {seg_slots.shape[0]} segments"
         )
-    if seg_indptr.shape[0] != num_segments + 1:
-        raise KernelArgumentError(
-            f"routing: seg_indptr is {list(seg_indptr.shape)}, expected [{num_segments + 1}]"
-        )
-    bounds = seg_indptr.tolist()
+
+
+def _check_segments(seg_indptr: Tensor, seg_slots: Tensor, num_entries: int) -> None:
+    bounds, slots = seg_indptr.tolist(), seg_slots.tolist()
     if bounds[0] != 0 or bounds[-1] != num_entries or any(b < a for a, b in pairwise(bounds)):
         raise KernelArgumentError(
             f"routing: seg_indptr is {bounds}, expected bounds growing from 0 to {num_entries}"
         )
-    slots = seg_slots.tolist()
     if any(b <= a for a, b in pairwise(slots)):
         raise KernelArgumentError(f"routing: seg_slots is {slots}, expected strictly growing slots")
-    _check_range("seg_slots", seg_slots, num_slots)
-    _check_range("token_idx", token_idx, num_tokens)
 
 
 def _host_segments(token_idx: Tensor, seg_indptr: Tensor, seg_slots: Tensor) -> tuple[Segment, ...]:
@@ -287,5 +320,5 @@ def _to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         host = host.pin_memory()
     packed = host.to(device, non_blocking=True)
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
-    parts = packed.split(sizes)
+    parts = torch.split(packed, sizes)
     return [part.view(tensor.dtype) for part, tensor in zip(parts, tensors, strict=True)]

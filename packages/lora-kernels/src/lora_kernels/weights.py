@@ -7,40 +7,48 @@ Letters: `N` slots, `R` max rank, `I` in, `O` out, `P` slices.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Self
+from itertools import accumulate
+from typing import TYPE_CHECKING, Self
 
 import torch
-from torch import Tensor
 
 from lora_kernels.errors import KernelArgumentError, UnsupportedShapeError
 
-Pair = tuple[Tensor, Tensor]
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    Pair = tuple[Tensor, Tensor]
 
 
 class StackedWeights:
     """The slots of one module.
 
-    The storage is rank-major, `[R, P, N, I]` for A and `[R, N, O_p]` for each B, so that the first
-    `r` ranks of all slots are one contiguous matrix and a padded max rank costs nothing. `lora_a`
-    and `lora_b` are views of it in the usual order.
+    `lora_a` and `lora_b` are views, in the usual order, of a storage that suits CPUs:
+
+    - A is `[R, P, N, I]`. The first `r` ranks of all slices and slots are one contiguous matrix,
+      so that one product shrinks a whole step, and a padded max rank costs nothing.
+    - each B is `[N, R, O_p]`. A slot's first `r` ranks are contiguous rows, so that expanding a
+      token is a weighted sum of `r` whole rows.
     """
 
     def __init__(self, a_storage: Tensor, b_storage: Sequence[Tensor]) -> None:
-        """Wrap a storage; use `allocate`.
+        """Wrap a storage; callers use `allocate`.
 
         Args:
             a_storage: `[R, P, N, I]`, contiguous.
-            b_storage: `P` tensors `[R, N, O_p]`, contiguous, of one dtype and device with A.
+            b_storage: `P` tensors `[N, R, O_p]`, contiguous, of one dtype and device with A.
         """
         self.a_storage = a_storage
         self.b_storage = tuple(b_storage)
         self.max_rank, self.num_slices, self.num_slots, self.in_features = a_storage.shape
         self.out_features = tuple(b.shape[2] for b in b_storage)
         self.lora_a = tuple(a_storage[:, p].transpose(0, 1) for p in range(self.num_slices))
-        self.lora_b = tuple(b.permute(1, 2, 0) for b in b_storage)
+        self.lora_b = tuple(b.transpose(1, 2) for b in b_storage)
         self.slot_ranks: list[tuple[int, ...]] = [(0,) * self.num_slices] * self.num_slots
-        ends = torch.tensor(self.out_features).cumsum(0).tolist()
+        self.layout = (a_storage.shape, self.out_features, a_storage.dtype)
+        ends = accumulate(self.out_features)
         self.out_ranges = tuple((e - o, e) for e, o in zip(ends, self.out_features, strict=True))
 
     @classmethod
@@ -79,7 +87,7 @@ class StackedWeights:
                 f"stacked weights: dtype is {dtype}, expected float32, float16 or bfloat16"
             )
         a_shape = (max_rank, len(out_features), num_slots, in_features)
-        b_shapes = [(max_rank, num_slots, out) for out in out_features]
+        b_shapes = [(num_slots, max_rank, out) for out in out_features]
         return cls(
             torch.zeros(a_shape, dtype=dtype, device=device),
             [torch.zeros(shape, dtype=dtype, device=device) for shape in b_shapes],
@@ -124,9 +132,10 @@ class StackedWeights:
             raise KernelArgumentError(
                 f"write_slot: {len(slices)} slices given, expected {self.num_slices}"
             )
-        problems = [p for i, pair in enumerate(slices) for p in self._pair_problems(i, pair)]
-        if problems:
-            raise UnsupportedShapeError(f"write_slot: {'; '.join(problems)}")
+        problems = [self._pair_problem(i, pair) for i, pair in enumerate(slices) if pair]
+        found = [problem for problem in problems if problem]
+        if found:
+            raise UnsupportedShapeError(f"write_slot: {'; '.join(found)}")
         self.reset_slot(slot)
         for i, pair in enumerate(slices):
             if pair is not None:
@@ -145,28 +154,25 @@ class StackedWeights:
         self.slot_ranks[slot] = (0,) * self.num_slices
         self.a_storage[:, :, slot].zero_()
         for b in self.b_storage:
-            b[:, slot].zero_()
+            b[slot].zero_()
 
     def _check_slot(self, slot: int) -> None:
         if not 0 <= slot < self.num_slots:
             raise KernelArgumentError(f"slot is {slot}, expected 0..{self.num_slots - 1}")
 
-    def _pair_problems(self, index: int, pair: Pair | None) -> list[str]:
-        if pair is None:
-            return []
+    def _pair_problem(self, index: int, pair: Pair) -> str | None:
         lora_a, lora_b = pair
         out = self.out_features[index]
-        rank = lora_a.shape[0] if lora_a.ndim > 0 else 0
-        expected = [rank, self.in_features], [out, rank]
-        found = list(lora_a.shape), list(lora_b.shape)
-        if found != expected:
-            return [
+        rank = lora_a.shape[0] if lora_a.ndim else 0
+        found = [*lora_a.shape], [*lora_b.shape]
+        if found != ([rank, self.in_features], [out, rank]):
+            return (
                 f"slice {index} is lora_a {found[0]} and lora_b {found[1]}, "
                 f"expected [r, {self.in_features}] and [{out}, r]"
-            ]
+            )
         if not 1 <= rank <= self.max_rank:
-            return [f"slice {index} has rank {rank}, expected 1..{self.max_rank}"]
-        return []
+            return f"slice {index} has rank {rank}, expected 1..{self.max_rank}"
+        return None
 
     def __repr__(self) -> str:
         return (

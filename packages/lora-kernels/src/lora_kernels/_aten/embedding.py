@@ -1,6 +1,7 @@
-"""embedding_lora_ with one gather of columns and one matrix product a segment.
+"""embedding_lora_: a gather of elements of A, then bags over the rows of B.
 
-Letters: `T` tokens, `D` embedding width, `R` max rank, `V` vocabulary, `S` entries of a segment.
+Letters: `T` tokens, `E` entries, `N` slots, `R` max rank, `D` embedding width, `V` vocabulary,
+`F` ranks summed over the entries.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lora_kernels._aten.linear import expand_
+from lora_kernels._aten.linear import add_bags_, expand_
+from lora_kernels._aten.plan import plan_bags
 from lora_kernels.errors import KernelArgumentError
 
 if TYPE_CHECKING:
@@ -30,11 +32,16 @@ def embedding_lora_(
             f"embedding_lora_: token_ids of adapter tokens reach from {low} to {high}, "
             f"expected 0..{weights.in_features - 1}"
         )
-    shape = (1, routing.num_entries, weights.max_rank)
-    v_1ER = torch.zeros(shape, dtype=torch.float32, device=y_TD.device)
-    for segment in routing.segments:
-        (rank,) = weights.slot_ranks[segment.slot]
-        rows = slice(segment.start, segment.end)
-        columns_rS = weights.lora_a[0][segment.slot, :rank].index_select(1, ids_E[rows])
-        v_1ER[0, rows, :rank] = columns_rS.t()
-    return expand_(y_TD, v_1ER, weights, routing)
+    ranks = tuple(weights.slot_ranks[segment.slot][0] for segment in routing.segments)
+    bags = plan_bags(weights, routing, ranks)
+    row_F = bags.rank * weights.num_slots + bags.slot  # row of A seen as [R * N, V]
+    v_F = weights.a_storage.take(row_F * weights.in_features + ids_E[bags.entry])
+    if weights.dtype == torch.float16:
+        # Sums of float16 overflow where the result would be finite: widen through `expand_`.
+        shape = (1, routing.num_entries, weights.max_rank)
+        v_1ER = torch.zeros(shape, dtype=torch.float32, device=y_TD.device)
+        v_1ER[0, bags.entry, bags.rank] = v_F.float()
+        return expand_(y_TD, v_1ER, weights, routing)
+    if not routing.has_unit_scales:
+        v_F.mul_(routing.scales[bags.entry])
+    return add_bags_(y_TD, [v_F], weights, routing, [bags])

@@ -1,6 +1,11 @@
-"""shrink, expand_ and apply_lora_ with one matrix product a segment.
+"""shrink, expand_ and apply_lora_ as a few matrix products of torch.
 
-Letters: `T` tokens, `E` entries, `R` max rank, `I` in, `O` out, `P` slices, `S` entries of a segment.
+`apply_lora_` works in bfloat16 when x and weights are bfloat16 (products accumulate in float32;
+the rank-wide intermediate and, with bags, the delta of a slice are rounded to bfloat16), else in
+float32. `shrink` and `expand_` alone work in float32.
+
+Letters: `T` tokens, `E` entries, `N` slots, `R` max rank, `P` slices, `U` tokens with an entry,
+`S` entries of a segment, `F` ranks summed over the entries, `I` in, `O` out, `r` a true rank.
 """
 
 from __future__ import annotations
@@ -9,11 +14,39 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lora_kernels._aten.plan import Way, compute_dtype, plan_apply
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
+    from lora_kernels._aten.plan import Bags
     from lora_kernels.routing import Routing, Segment
     from lora_kernels.weights import StackedWeights
+
+
+def apply_lora_(y_TO: Tensor, x_TI: Tensor, weights: StackedWeights, routing: Routing) -> Tensor:
+    """See `lora_kernels.apply_lora_`."""
+    plan = plan_apply(x_TI.dtype, y_TO.dtype, weights, routing)
+    if plan.top_rank == 0:
+        return y_TO
+    if plan.way is Way.WIDE:
+        return expand_(y_TO, shrink(x_TI, weights, routing), weights, routing)
+    dtype = compute_dtype(x_TI.dtype, weights.dtype)
+    if x_TI.dtype != dtype:
+        x_TI = x_TI.to(dtype)
+    if plan.way is Way.SEGMENTS:
+        return _apply_segments_(y_TO, x_TI, weights, routing)
+    if plan.way is Way.DENSE_BAGS:
+        v = _shrink_dense(x_TI, weights, routing, plan.top_rank)
+    else:
+        v = _shrink_segments(x_TI, weights, routing, plan.top_rank)
+    assert plan.take is not None
+    v_F = v.take(plan.take)
+    if plan.scales is not None:
+        v_F.mul_(plan.scales)
+    return add_bags_(y_TO, torch.split(v_F, list(plan.sizes)), weights, routing, plan.bags)
 
 
 def shrink(x_TI: Tensor, weights: StackedWeights, routing: Routing) -> Tensor:
@@ -21,38 +54,118 @@ def shrink(x_TI: Tensor, weights: StackedWeights, routing: Routing) -> Tensor:
     shape = (weights.num_slices, routing.num_entries, weights.max_rank)
     v_PER = torch.zeros(shape, dtype=torch.float32, device=x_TI.device)
     for segment in routing.segments:
-        x_SI = take_rows(x_TI, segment, routing).float()
-        for p, rank in enumerate(weights.slot_ranks[segment.slot]):
-            if rank:
-                a_rI = weights.lora_a[p][segment.slot, :rank].float()
-                torch.mm(x_SI, a_rI.t(), out=v_PER[p, segment.start : segment.end, :rank])
+        x_SI = _take_rows(x_TI, segment, routing).float()
+        for p, v_Sr in enumerate(_shrink_segment(x_SI, weights, segment.slot)):
+            v_PER[p, segment.start : segment.end, : v_Sr.shape[1]] = v_Sr
     return v_PER
 
 
 def expand_(y_TO: Tensor, v_PER: Tensor, weights: StackedWeights, routing: Routing) -> Tensor:
-    """See `lora_kernels.expand_`; one float32 sum over all entries, then one rounding."""
-    touched = routing.touched_tokens
-    delta_TO = torch.zeros(y_TO.shape, dtype=torch.float32, device=y_TO.device)
+    """See `lora_kernels.expand_`; float32 sums over all entries, then one rounding."""
+    rows_UO = _touched_rows(y_TO, routing)
+    sums_UO = rows_UO.float()
     for segment in routing.segments:
-        rows = slice(segment.start, segment.end)
-        scales_S1 = routing.scales[rows, None]
+        entries = slice(segment.start, segment.end)
+        v_PSR = v_PER[:, entries]
+        if not routing.has_unit_scales:
+            v_PSR = v_PSR * routing.scales[entries, None]
         for p, rank in enumerate(weights.slot_ranks[segment.slot]):
             if rank:
+                b_rO = weights.b_storage[p][segment.slot, :rank].float()
+                part_SO = v_PSR[p, :, :rank] @ b_rO
                 low, high = weights.out_ranges[p]
-                b_rO = weights.lora_b[p][segment.slot, :, :rank].float().t()
-                part_SO = (v_PER[p, rows, :rank] * scales_S1) @ b_rO
-                delta_TO[:, low:high].index_add_(0, routing.token_idx[rows], part_SO)
-    y_UO = y_TO[touched].float().add_(delta_TO[touched])
-    return y_TO.index_copy_(0, touched, y_UO.to(y_TO.dtype))
+                sums_UO[:, low:high].index_add_(0, routing.entry_rows[entries], part_SO)
+    if sums_UO is not rows_UO:
+        rows_UO.copy_(sums_UO)
+    return _put_touched_rows_(y_TO, rows_UO, routing)
 
 
-def apply_lora_(y_TO: Tensor, x_TI: Tensor, weights: StackedWeights, routing: Routing) -> Tensor:
-    """See `lora_kernels.apply_lora_`."""
-    return expand_(y_TO, shrink(x_TI, weights, routing), weights, routing)
+def add_bags_(
+    y_TO: Tensor,
+    v_F_by_slice: Sequence[Tensor],
+    weights: StackedWeights,
+    routing: Routing,
+    bags: Sequence[Bags],
+) -> Tensor:
+    """Add to each touched token the sum of its rows of B, weighted by its factors `v`."""
+    rows_UO = _touched_rows(y_TO, routing)
+    for p, (v_F, bag) in enumerate(zip(v_F_by_slice, bags, strict=True)):
+        if v_F.shape[0]:
+            b_rows = weights.b_storage[p].flatten(0, 1)
+            # Arguments: scale_grad_by_freq=False, mode=0 (sum), sparse=False.
+            delta_UO = torch.embedding_bag(b_rows, bag.rows, bag.starts, False, 0, False, v_F)[0]
+            low, high = weights.out_ranges[p]
+            rows_UO[:, low:high].add_(delta_UO)
+    return _put_touched_rows_(y_TO, rows_UO, routing)
 
 
-def take_rows(x_TI: Tensor, segment: Segment, routing: Routing) -> Tensor:
+def _shrink_dense(x_TI: Tensor, weights: StackedWeights, routing: Routing, top_rank: int) -> Tensor:
+    """Multiply the touched tokens with the A of every slot: `[T', top_rank, P, N]`.
+
+    Columns of slots that a token does not use are computed and never looked at.
+    """
+    a_CI = weights.a_storage[:top_rank].flatten(0, 2)
+    return torch.mm(x_TI.narrow(0, *routing.touched_range), a_CI.t())
+
+
+def _shrink_segments(
+    x_TI: Tensor, weights: StackedWeights, routing: Routing, top_rank: int
+) -> Tensor:
+    """Multiply each segment's tokens with its slot's A: `[P, E, top_rank]`, garbage from `r`."""
+    shape = (weights.num_slices, routing.num_entries, top_rank)
+    v_PER = torch.empty(shape, dtype=x_TI.dtype, device=x_TI.device)
+    for segment in routing.segments:
+        x_SI = _take_rows(x_TI, segment, routing)
+        for p, v_Sr in enumerate(_shrink_segment(x_SI, weights, segment.slot)):
+            v_PER[p, segment.start : segment.end, : v_Sr.shape[1]] = v_Sr
+    return v_PER
+
+
+def _apply_segments_(
+    y_TO: Tensor, x_TI: Tensor, weights: StackedWeights, routing: Routing
+) -> Tensor:
+    for segment in routing.segments:
+        v_by_slice = _shrink_segment(_take_rows(x_TI, segment, routing), weights, segment.slot)
+        y_SO = _take_rows(y_TO, segment, routing)
+        for p, v_Sr in enumerate(v_by_slice):
+            rank = v_Sr.shape[1]
+            if rank:
+                if not routing.has_unit_scales:
+                    v_Sr.mul_(routing.scales[segment.start : segment.end, None])
+                low, high = weights.out_ranges[p]
+                y_SO[:, low:high].addmm_(v_Sr, weights.b_storage[p][segment.slot, :rank])
+        if segment.first_token is None:
+            y_TO.index_copy_(0, routing.token_idx[segment.start : segment.end], y_SO)
+    return y_TO
+
+
+def _shrink_segment(x_SI: Tensor, weights: StackedWeights, slot: int) -> list[Tensor]:
+    """Multiply with one slot's A: for each slice `[S, r]`, in the dtype of x."""
+    ranks = weights.slot_ranks[slot]
+    if min(ranks) < max(ranks) or len(ranks) == 1:
+        factors = [weights.lora_a[p][slot, :rank] for p, rank in enumerate(ranks)]
+        return [torch.mm(x_SI, a_rI.to(x_SI.dtype).t()) for a_rI in factors]
+    a_CI = weights.a_storage[: ranks[0], :, slot].flatten(0, 1)  # [r, P, I] -> [r * P, I]
+    v_SC = torch.mm(x_SI, a_CI.to(x_SI.dtype).t())
+    v_SrP = v_SC.view(-1, ranks[0], len(ranks))
+    return list(v_SrP.permute(2, 0, 1).contiguous())
+
+
+def _take_rows(rows_TX: Tensor, segment: Segment, routing: Routing) -> Tensor:
     """Rows of a segment's tokens: a view where they are a run, else a copy."""
     if segment.first_token is not None:
-        return x_TI.narrow(0, segment.first_token, segment.end - segment.start)
-    return x_TI.index_select(0, routing.token_idx[segment.start : segment.end])
+        return rows_TX.narrow(0, segment.first_token, segment.end - segment.start)
+    return rows_TX.index_select(0, routing.token_idx[segment.start : segment.end])
+
+
+def _touched_rows(y_TO: Tensor, routing: Routing) -> Tensor:
+    """Rows of the tokens with an entry: a view where they are a run, else a copy."""
+    if routing.is_touched_run:
+        return y_TO.narrow(0, *routing.touched_range)
+    return y_TO.index_select(0, routing.touched_tokens)
+
+
+def _put_touched_rows_(y_TO: Tensor, rows_UO: Tensor, routing: Routing) -> Tensor:
+    if not routing.is_touched_run:
+        y_TO.index_copy_(0, routing.touched_tokens, rows_UO)
+    return y_TO

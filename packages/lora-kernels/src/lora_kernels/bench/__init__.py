@@ -1,0 +1,3 @@
+"""`python -m lora_kernels.bench`: what the operators cost on this machine."""
+
+from __future__ import annotations
