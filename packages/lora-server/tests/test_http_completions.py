@@ -146,7 +146,7 @@ def test_a_stop_string_cuts_the_text_and_ends_the_engines_work(
 
 
 def test_a_stopped_choice_does_not_end_the_others(harness: Harness) -> None:
-    def script(request: GenerationRequest) -> list[EngineOutput]:
+    def script(request: GenerationRequest) -> list[SequenceOutput]:
         stopped = harness.spell(request, 0, "the cat sat on the mat", finish=None)
         other = harness.spell(request, 1, "hello world, the mat")
         return [output for pair in zip(stopped, other, strict=False) for output in pair] + other[6:]

@@ -65,7 +65,8 @@ def test_every_field_reaches_the_engine() -> None:
 
 
 def test_absent_and_null_fields_take_the_defaults() -> None:
-    nulls = dict.fromkeys(["temperature", "top_p", "top_k", "n", "seed", "stop", "logit_bias"])
+    names = ("temperature", "top_p", "top_k", "n", "seed", "stop", "logit_bias")
+    nulls: dict[str, Any] = dict.fromkeys(names)
 
     assert completion() == completion(**nulls) == SamplingParams(max_tokens=16)
     assert chat() == SamplingParams(max_tokens=54)

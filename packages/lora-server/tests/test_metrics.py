@@ -91,12 +91,15 @@ def test_a_request_is_measured_by_the_given_clock() -> None:
     times = iter([10.0, 10.5, 11.5, 12.5, 13.0])
 
     with timer(metrics, "a", lambda: next(times)) as running:
+        running.admitted(10.25)
         running.add_tokens(1)
+        running.admitted(99.0)
         running.add_tokens(1)
         running.add_tokens(2)
 
     samples = scrape(metrics, Adapter("a"))
     key = (("adapter", "a"),)
+    assert samples["lora_server_queue_time_seconds_sum", key] == 0.25
     assert samples["lora_server_time_to_first_token_seconds_sum", key] == 0.5
     assert samples["lora_server_time_per_output_token_seconds_sum", key] == pytest.approx(2 / 3)
     assert samples["lora_server_request_duration_seconds_sum", key] == 3.0

@@ -46,6 +46,8 @@ class SequenceOutput:
     """The end or stop token that ended the sequence, which is also the last of `token_ids`."""
     num_cached_tokens: int = 0
     """Prompt tokens whose KV came from the prefix cache."""
+    admitted_s: float | None = None
+    """When the sequence last began to run, on the engine's clock; None when it did not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

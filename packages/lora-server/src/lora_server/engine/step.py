@@ -284,6 +284,7 @@ class EngineCore:
             finish_reason=reason,
             stop_token_id=stop_token_id,
             num_cached_tokens=sequence.num_cached_tokens,
+            admitted_s=sequence.admitted_s,
         )
         if reason is not None:
             self._finish(sequence)

@@ -132,7 +132,6 @@ class Generation:
         self, outputs: AsyncIterator[EngineOutput], choices: Sequence[Choice], prompt_idx: int
     ) -> AsyncGenerator[GenerationEvent, None]:
         """Translate outputs until every choice has ended, by the engine or by a stop string."""
-        num_cached = 0
         async for output in outputs:
             match output:
                 case RequestFailed(error=error):
@@ -144,9 +143,9 @@ class Generation:
             if choice.is_finished:
                 continue
             # The first continuation reads the prompt; the others find its blocks in the cache.
-            if output.index == 0:
-                self.usage.cached_tokens += max(output.num_cached_tokens - num_cached, 0)
-                num_cached = max(output.num_cached_tokens, num_cached)
+            if output.index == 0 and choice.num_tokens == 0:
+                self.usage.cached_tokens += output.num_cached_tokens
+                self._timer.admitted(output.admitted_s)
             delta = choice.push(output)
             self.usage.completion_tokens += len(delta.token_ids)
             self._timer.add_tokens(len(delta.token_ids))

@@ -47,6 +47,9 @@ class ServerMetrics:
         )
         self.prompt_tokens = self._counter("prompt_tokens", "Tokens of the prompts.")
         self.generated_tokens = self._counter("generation_tokens", "Tokens generated.")
+        self.queue = self._histogram(
+            "queue_time", "From the request to the first step that works on it.", _TTFT_BUCKETS_S
+        )
         self.ttft = self._histogram(
             "time_to_first_token", "From the request to its first token.", _TTFT_BUCKETS_S
         )
@@ -82,6 +85,7 @@ class ServerMetrics:
         for metric in (
             self.prompt_tokens,
             self.generated_tokens,
+            self.queue,
             self.ttft,
             self.tpot,
             self.duration,
@@ -120,12 +124,18 @@ class RequestTimer:
         self._num_sequences = num_sequences
         self._num_tokens = 0
         self._start_s = 0.0
+        self._admitted_s: float | None = None
         self._first_s: float | None = None
         self._last_s = 0.0
 
     def __enter__(self) -> Self:
         self._start_s = self._clock()
         return self
+
+    def admitted(self, at_s: float | None) -> None:
+        """Note when the engine began to work, on the same clock; the first time counts."""
+        if self._admitted_s is None:
+            self._admitted_s = at_s
 
     def add_tokens(self, count: int) -> None:
         """Count tokens that have just been generated."""
@@ -146,6 +156,8 @@ class RequestTimer:
         self._metrics.generated_tokens.labels(label).inc(self._num_tokens)
         if self._first_s is None:
             return
+        if self._admitted_s is not None:
+            self._metrics.queue.labels(label).observe(max(self._admitted_s - self._start_s, 0.0))
         self._metrics.ttft.labels(label).observe(self._first_s - self._start_s)
         self._metrics.duration.labels(label).observe(self._clock() - self._start_s)
         num_gaps = self._num_tokens / self._num_sequences - 1
