@@ -147,7 +147,8 @@ def _shrink_segment(x_SI: Tensor, weights: StackedWeights, slot: int) -> list[Te
         return [torch.mm(x_SI, a_rI.to(x_SI.dtype).t()) for a_rI in factors]
     a_CI = weights.a_storage[: ranks[0], :, slot].flatten(0, 1)  # [r, P, I] -> [r * P, I]
     v_SC = torch.mm(x_SI, a_CI.to(x_SI.dtype).t())
-    v_SrP = v_SC.view(-1, ranks[0], len(ranks))
+    # all slices absent: r is 0, and the rows cannot be left to view() to find out
+    v_SrP = v_SC.view(x_SI.shape[0], ranks[0], len(ranks))
     return list(v_SrP.permute(2, 0, 1).contiguous())
 
 
