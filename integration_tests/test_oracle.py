@@ -15,6 +15,7 @@ from support.traffic import differences, plan_traffic, run_traffic
 
 if TYPE_CHECKING:
     from support.fixture_types import MakeWorld, StartServer
+    from support.server import Server
 
 SMALL_KV_BYTES = 24 * 16 * 2 * 2 * 2 * 16 * 4
 """24 blocks of 16 tokens: 2 layers, keys and values, 2 heads of 16 float32 numbers."""
@@ -83,10 +84,17 @@ def test_mixed_traffic_equals_peft_for_each_adapter_alone(
         preemptions = server.metric("vllm:num_preemptions_total")
         hits = server.metric("vllm:prefix_cache_hits_total")
 
+    assert_no_step_failed(server)
     assert differences(world, first, replies[0]) == []
     assert differences(world, second, replies[1]) == []
     assert (preemptions > 0) == setting.small_kv
     assert (hits > 0) == setting.prefix
+
+
+def assert_no_step_failed(server: Server) -> None:
+    """The engine repeats a failed step request by request, which would hide mixed batches."""
+    log = server.log.read_text()
+    assert "running each alone" not in log, log
 
 
 def small_kv_bytes(family: str) -> int:
