@@ -94,6 +94,20 @@ def test_a_broken_body_is_the_callers_mistake(
     assert any(word in message for word in part.split("|"))
 
 
+def test_a_refusal_may_quote_what_is_no_unicode(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(**fields: str) -> None:
+        raise errors.PathNotAllowedError(f"{fields['path']}\ud800 is outside")
+
+    monkeypatch.setattr(harness.catalog, "load", refuse)
+
+    response = harness.post("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "b"})
+
+    assert response.status_code == 403
+    assert harness.error(response)["message"] == "b\ud800 is outside"
+
+
 def test_an_unknown_route_and_a_wrong_method_are_errors_in_the_same_shape(
     harness: Harness,
 ) -> None:

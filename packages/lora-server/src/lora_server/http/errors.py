@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from lora_server.errors import (
@@ -76,16 +75,16 @@ def error_body(error: Exception) -> dict[str, Any]:
     return _body(message, kind="server_error", code=_SERVER_CODES.get(status, "internal_error"))
 
 
-def error_response(error: Exception) -> JSONResponse:
+def error_response(error: Exception) -> Response:
     """Answer an error."""
     headers = {"WWW-Authenticate": "Bearer"} if isinstance(error, AuthenticationError) else None
-    return JSONResponse(error_body(error), status_code=status_of(error), headers=headers)
+    return _json_response(error_body(error), status_of(error), headers)
 
 
 def stream_error(error: Exception, request_id: str) -> str:
     """Render an error for a stream that has already begun, and log it where it is ours."""
     log_failure(error, request_id)
-    return json.dumps(error_body(error), ensure_ascii=False)
+    return json.dumps(error_body(error))
 
 
 def log_failure(error: Exception, request_id: str) -> None:
@@ -108,12 +107,12 @@ def install_handlers(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, _on_http_exception)
 
 
-async def _on_server_error(request: Request, error: Exception) -> JSONResponse:
+async def _on_server_error(request: Request, error: Exception) -> Response:
     log_failure(error, request.state.context.request_id)
     return error_response(error)
 
 
-async def _on_validation_error(_request: Request, error: Exception) -> JSONResponse:
+async def _on_validation_error(_request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     problems = [_problem(item) for item in error.errors()]
     # A union reports one problem for each of its members: the first is told, the rest are details.
@@ -123,16 +122,21 @@ async def _on_validation_error(_request: Request, error: Exception) -> JSONRespo
     return error_response(refusal)
 
 
-async def _on_http_exception(request: Request, error: Exception) -> JSONResponse:
+async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = str(error.detail)
     if error.status_code in _ROUTE_CODES:
         what = "does not exist" if error.status_code == 404 else "has no such method"  # noqa: PLR2004
         message = f"{request.method} {request.url.path}: this route {what}"
     code = _ROUTE_CODES.get(error.status_code, "invalid_request")
-    return JSONResponse(
-        _body(message, code=code), status_code=error.status_code, headers=error.headers
-    )
+    return _json_response(_body(message, code=code), error.status_code, error.headers)
+
+
+def _json_response(
+    body: dict[str, Any], status: int, headers: Mapping[str, str] | None
+) -> Response:
+    # ASCII only: a message may quote text that is no Unicode, which is often the very mistake.
+    return Response(json.dumps(body), status, headers, media_type="application/json")
 
 
 def _problem(item: Mapping[str, Any]) -> tuple[str | None, str]:

@@ -21,6 +21,8 @@ from lora_server.http.service import Service
 from lora_server.http.text import TextProcessor
 
 _LONG_TEXT_CHARS: Final = 8192
+# Made once: a call of json.dumps with these options makes a new one each time.
+_ENCODER: Final = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +64,7 @@ class ChunkWriter:
 
 def dumps(value: object) -> str:
     """Write compact JSON; NaN, which JSON does not have, is an error."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return _ENCODER.encode(value)
 
 
 def service_of(request: Request) -> Service:
