@@ -200,6 +200,8 @@ def test_a_second_ctrl_c_does_not_wait_for_a_stream_that_goes_on(
     assert process.end() == 0
     assert time.monotonic() - begin < 3
     assert "closed" in process.lines
+    # the stream that was cut is told, the application's own end is not an error
+    assert not any("lifespan" in line for line in process.lines)
 
 
 def test_a_warm_up_that_fails_ends_the_service_with_status_1(start: Callable[..., Process]) -> None:

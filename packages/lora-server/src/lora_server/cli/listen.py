@@ -74,5 +74,8 @@ class ServiceServer(uvicorn.Server):
         # on another thread: it may wait for the end of a step, and streams must flow meanwhile
         ending = asyncio.create_task(asyncio.to_thread(self._service.begin_shutdown))
         await super().shutdown(sockets)
-        if not self.force_exit:
+        if self.force_exit:
+            # left out by uvicorn then, and its task would end in a traceback
+            await self.lifespan.shutdown()
+        else:
             await ending
