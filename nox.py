@@ -96,7 +96,8 @@ def build(session: nox.Session) -> None:
     wheels = sorted(str(wheel) for wheel in dist.glob("lora_*.whl"))
     if len(wheels) != len(PACKAGES):
         session.error(f"{len(wheels)} wheels built, expected {len(PACKAGES)}: {wheels}")
-    session.run("uv", "pip", "install", "--no-deps", "--target", str(target), *wheels, external=True)
+    install = ("uv", "pip", "install", "--no-deps", "--target", str(target))
+    session.run(*install, *wheels, external=True)
     for package in PACKAGES:
         module = package.replace("-", "_")
         check = (

@@ -59,9 +59,7 @@ def models(request):
     """The same weights twice: with eager attention, and with ours over a small cache."""
     config = CONFIGS[request.param]
     torch.manual_seed(7)
-    eager = AutoModelForCausalLM.from_config(
-        deepcopy(config), attn_implementation="eager"
-    ).eval()
+    eager = AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation="eager").eval()
     with torch.no_grad():
         for parameter in eager.parameters():
             parameter.normal_(0.0, 0.15)  # unequal, so that a wrong position changes the result

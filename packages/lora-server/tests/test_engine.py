@@ -8,11 +8,9 @@ from copy import deepcopy
 
 import pytest
 import torch
-from lora_layers import LoraModelConfig, LoraModelManager
-from lora_weights import load_adapter
-from lora_weights.testing import write_adapter
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from lora_layers import LoraModelConfig, LoraModelManager
 from lora_server.engine.admission import AdapterAdmission
 from lora_server.engine.driver import Engine
 from lora_server.engine.kv import BlockPool
@@ -25,6 +23,8 @@ from lora_server.model.attention import PagedAttention
 from lora_server.model.families import PACKED_MODULES
 from lora_server.model.kv_cache import KvCache
 from lora_server.model.load import LoadedModel
+from lora_weights import load_adapter
+from lora_weights.testing import write_adapter
 
 VOCAB, BLOCK = 96, 4
 CONFIG = LlamaConfig(
@@ -240,9 +240,7 @@ def test_reported_logprobs_are_the_models(adapters, oracle):
 def test_prompt_logprobs_alone_need_no_token(adapters):
     core = build_core(adapters)
 
-    outputs = run(
-        core, [request("r", PROMPTS[0], adapters, max_tokens=0, prompt_logprobs=0)]
-    )["r"]
+    outputs = run(core, [request("r", PROMPTS[0], adapters, max_tokens=0, prompt_logprobs=0)])["r"]
 
     assert len(outputs[0].logprobs) == len(PROMPTS[0]) - 1
     assert outputs[1].finish_reason is FinishReason.LENGTH
@@ -389,9 +387,7 @@ def test_closing_a_stream_early_frees_its_blocks_and_its_lease(engine, adapters)
 def test_shutdown_ends_running_streams_and_refuses_new_ones(engine, adapters):
     async def main():
         outputs = []
-        async for output in engine.generate(
-            request("long", PROMPTS[0], adapters, max_tokens=150)
-        ):
+        async for output in engine.generate(request("long", PROMPTS[0], adapters, max_tokens=150)):
             outputs.append(output)
             if len(outputs) == 1:
                 engine.begin_shutdown()

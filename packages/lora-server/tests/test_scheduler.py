@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from lora_cache import AdapterCache
 
+from lora_cache import AdapterCache
 from lora_server.engine.kv import BlockPool
 from lora_server.engine.request import AdapterUse, GenerationRequest, SamplingParams
 from lora_server.engine.scheduler import Scheduler, SchedulerLimits
@@ -69,9 +69,7 @@ class Bench:
         limits = SchedulerLimits(
             max_num_seqs=seqs, max_num_batched_tokens=budget, block_size=4, max_adapter_wait_s=wait
         )
-        self.scheduler = Scheduler(
-            limits=limits, pool=self.pool, adapters=gate, clock=self.clock
-        )
+        self.scheduler = Scheduler(limits=limits, pool=self.pool, adapters=gate, clock=self.clock)
         self.serial = 0
 
     def add(self, prompt, new, adapter=None, leader=None):
@@ -256,9 +254,7 @@ def test_random_traffic_ends_and_leaves_nothing_behind(seed):
         bench.clock.now += 0.05
         if len(sequences) < 40 and rng.random() < 0.3:
             prompt = tuple(rng.randrange(4) for _ in range(rng.randint(1, 24)))
-            sequences.append(
-                bench.add(prompt, rng.randint(1, 20), rng.choice([None, *names]))
-            )
+            sequences.append(bench.add(prompt, rng.randint(1, 20), rng.choice([None, *names])))
         elif sequences and rng.random() < 0.02:
             victim = rng.choice(sequences)
             if not victim.is_finished:

@@ -142,14 +142,6 @@ class LoraModelManager:
         """
         return self._cache.register(key, prepared, size_bytes=prepared.nbytes)
 
-    def touch(self, key: str) -> None:
-        """Count `key` as used now in the host tier's LRU order.
-
-        Raises:
-            UnknownKeyError: it is not registered.
-        """
-        self._cache.register(key, self._cache.get(key), size_bytes=0)
-
     def restore(self, key: str) -> bool:
         """Take back a `remove` that still waits for its last lease; False if there is none."""
         return self._cache.restore(key)

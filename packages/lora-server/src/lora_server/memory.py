@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from lora_server.errors import StartupError
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvBudget:
     """How the KV cache is cut."""
@@ -67,12 +68,11 @@ def plan_kv(
         num_blocks = memory_bytes // block_bytes
     held = num_blocks * block_size
     if num_blocks < 1 or (max_model_len is not None and held < max_model_len):
-        raise StartupError(
-            [
-                f"the KV cache holds {held} tokens, --max-model-len asks for {wanted_len}: a token"
-                f" takes {token_bytes} bytes; raise --kv-cache-memory or lower --max-model-len"
-            ]
+        problem = (
+            f"the KV cache holds {held} tokens, --max-model-len asks for {wanted_len}: a token"
+            f" takes {token_bytes} bytes; raise --kv-cache-memory or lower --max-model-len"
         )
+        raise StartupError([problem])
     return KvBudget(
         num_blocks=num_blocks, block_size=block_size, max_model_len=min(wanted_len, held)
     )

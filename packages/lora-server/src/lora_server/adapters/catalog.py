@@ -10,13 +10,12 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from lora_cache import CacheError, Residency
-
 from lora_server.errors import (
     AdapterAlreadyLoadedError,
     DigestMismatchError,
@@ -28,13 +27,15 @@ from lora_server.errors import (
 )
 from lora_server.lora_modules import LoraModule, adapter_name_problem
 
-from .loader import AdapterLoader, ReadAdapter
-from .paths import AdapterRoots
-
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+
     from lora_server.engine.admission import AdapterAdmission
     from lora_server.engine.driver import Engine
     from lora_server.engine.step import EngineCore
+
+    from .loader import AdapterLoader, ReadAdapter
+    from .paths import AdapterRoots
 
 _log = logging.getLogger(__name__)
 
@@ -132,7 +133,7 @@ class AdapterCatalog:
         for module in modules:
             try:
                 found = self._require_loader().read(module.path)
-                self._engine.call(lambda core, found=found: _add(core, found)).result()
+                self._engine.call(partial(_add, found=found)).result()
             except Exception as error:  # noqa: BLE001 - every adapter's failure is listed
                 problems.append(f"adapter {module.name!r}: {error}")
                 continue
@@ -241,14 +242,10 @@ class AdapterCatalog:
             )
         return entry
 
-    def _check_current(
-        self, name: str, *, load_inplace: bool, expected_digest: str | None
-    ) -> None:
+    def _check_current(self, name: str, *, load_inplace: bool, expected_digest: str | None) -> None:
         """Refuse to take a name that is taken, or to replace a version nobody expected."""
         current = self._entries.get(name)
-        if expected_digest is not None and (
-            current is None or current.digest != expected_digest
-        ):
+        if expected_digest is not None and (current is None or current.digest != expected_digest):
             found = "not loaded" if current is None else f"version {current.digest}"
             raise DigestMismatchError(
                 f"adapter {name!r} is {found}, expected version {expected_digest}",
@@ -291,7 +288,7 @@ class AdapterCatalog:
         self._holds[digest] -= 1
         if self._holds[digest] == 0:
             del self._holds[digest]
-            self._engine.call(lambda core: core.adapters and core.adapters.retire(digest))
+            self._engine.call(lambda core: _retire(core, digest))
 
     def _require_loader(self) -> AdapterLoader:
         if self._loader is None:
@@ -350,6 +347,11 @@ def _admission(core: EngineCore) -> AdapterAdmission:
 
 def _add(core: EngineCore, found: ReadAdapter) -> None:
     _admission(core).add(found.digest, found.prepared, found.path)
+
+
+def _retire(core: EngineCore, digest: str) -> None:
+    if core.adapters is not None:
+        core.adapters.retire(digest)
 
 
 def _pin(core: EngineCore, digest: str) -> None:

@@ -9,10 +9,10 @@ import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lora_layers import AdapterMismatchError
+from lora_server.errors import InvalidAdapterRequestError, RequestError, UnknownAdapterError
 from lora_weights import (
     AdapterNotFoundError,
     InvalidAdapterError,
@@ -21,13 +21,14 @@ from lora_weights import (
     load_adapter,
 )
 
-from lora_server.errors import InvalidAdapterRequestError, RequestError, UnknownAdapterError
-
 if TYPE_CHECKING:
-    import torch
-    from lora_layers import LoraModelManager, PreparedAdapter
+    from pathlib import Path
 
+    import torch
+
+    from lora_layers import LoraModelManager, PreparedAdapter
     from lora_server.engine.driver import Engine
+    from lora_server.engine.step import EngineCore
 
 _log = logging.getLogger(__name__)
 
@@ -117,9 +118,12 @@ class AdapterLoader:
                 )
         except Exception as error:  # noqa: BLE001 - whatever it is, the waiting requests are told
             result = error
-        engine.call(
-            lambda core: core.adapters and core.adapters.finish_fetch(digest, result)
-        )
+
+        def finish(core: EngineCore) -> None:
+            if core.adapters is not None:
+                core.adapters.finish_fetch(digest, result)
+
+        engine.call(finish)
 
     def close(self) -> None:
         """Drop what has not begun; a read in progress ends by itself."""

@@ -6,10 +6,13 @@ out of a root.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lora_server.errors import PathNotAllowedError, RuntimeLoadingDisabledError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class AdapterRoots:

@@ -8,8 +8,8 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 import torch
-from lora_layers import LayerError, LoraModelConfig, LoraModelManager
 
+from lora_layers import LayerError, LoraModelConfig, LoraModelManager
 from lora_server.adapters.catalog import AdapterCatalog
 from lora_server.adapters.loader import AdapterLoader
 from lora_server.adapters.paths import AdapterRoots
@@ -47,9 +47,7 @@ _MAX_DEFAULT_KV_BYTES = 4 * 1024**3
 class RunningService:
     """Everything that runs behind one address."""
 
-    def __init__(
-        self, *, service: Service, engine: Engine, loader: AdapterLoader | None
-    ) -> None:
+    def __init__(self, *, service: Service, engine: Engine, loader: AdapterLoader | None) -> None:
         self.app: FastAPI = create_app(service)
         self._service = service
         self._engine = engine

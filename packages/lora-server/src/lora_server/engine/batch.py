@@ -5,17 +5,20 @@ Sequences are ordered by adapter, so that each adapter's tokens are consecutive 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from lora_layers import RowRun
 
+from lora_layers import RowRun
 from lora_server.model.attention_step import AttentionStep, DecodeGroup, PrefillChunk
 
-from .scheduler import ScheduledChunk
-from .sequence import SequenceState
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from .scheduler import ScheduledChunk
+    from .sequence import SequenceState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,9 +91,7 @@ def build_batch(
             prefill=_prefill_chunks(ordered, block_size, device),
         ),
         token_runs=_runs([(chunk.sequence, chunk.num_tokens) for chunk in ordered]),
-        logits_runs=_runs(
-            [(rows.sequence, rows.num_rows) for rows in logits_rows]
-        ),
+        logits_runs=_runs([(rows.sequence, rows.num_rows) for rows in logits_rows]),
         logits_idx=torch.tensor(logits_idx, dtype=torch.int64, device=device),
         logits_rows=logits_rows,
     )
@@ -164,7 +165,7 @@ def _decode_groups(
     else:
         groups = _split_by_length(entries)
     is_whole = len(groups) == 1 and len(entries) == row
-    return tuple(_decode_group(group, is_whole, device) for group in groups)
+    return tuple(_decode_group(group, device, is_whole=is_whole) for group in groups)
 
 
 def _split_by_length(
@@ -181,7 +182,7 @@ def _split_by_length(
 
 
 def _decode_group(
-    entries: Sequence[tuple[int, int, SequenceState]], is_whole: bool, device: torch.device
+    entries: Sequence[tuple[int, int, SequenceState]], device: torch.device, *, is_whole: bool
 ) -> DecodeGroup:
     width = max(blocks for blocks, _, _ in entries)
     table = np.empty((len(entries), width), dtype=np.int64)

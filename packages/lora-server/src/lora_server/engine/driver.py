@@ -12,15 +12,17 @@ import queue
 import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from lora_server.errors import EngineError, NotReadyError
 
 from .messages import EngineOutput, RequestFailed, SequenceOutput
-from .request import GenerationRequest
 from .step import EngineCore, EngineStats
+
+if TYPE_CHECKING:
+    from .request import GenerationRequest
 
 _log = logging.getLogger(__name__)
 
@@ -132,9 +134,11 @@ class Engine:
 
     def _run(self) -> None:
         with torch.inference_mode():
-            while not self._is_stopping:
+            while True:
                 self._take_commands()
-                if not self._is_stopping and self._core.has_work:
+                if self._is_stopping:
+                    return
+                if self._core.has_work:
                     self._step()
 
     def _take_commands(self) -> None:
@@ -150,15 +154,12 @@ class Engine:
     def _step(self) -> None:
         try:
             outputs, is_idle = self._core.step()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the thread must outlive it
             # Nothing is known about which request is at fault: all end, none is left hanging.
             _log.exception("the engine failed outside a forward pass; ending all requests")
             failed = EngineError(f"{type(error).__name__}: {error}")
             self._deliver(
-                [
-                    RequestFailed(request_id=request_id, error=failed)
-                    for request_id in self._streams
-                ]
+                [RequestFailed(request_id=request_id, error=failed) for request_id in self._streams]
             )
             self._core.abort_all()
             return

@@ -6,9 +6,12 @@ Numbers only: the tensors belong to `lora_server.model.kv_cache`. One thread own
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from .prefix import BlockKey
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from .prefix import BlockKey
 
 
 class BlockPool:
@@ -30,9 +33,7 @@ class BlockPool:
         self._block_of: dict[BlockKey, int] = {}
 
     def __repr__(self) -> str:
-        return (
-            f"BlockPool(blocks={self.num_blocks}, used={self.num_used}, kept={len(self._kept)})"
-        )
+        return f"BlockPool(blocks={self.num_blocks}, used={self.num_used}, kept={len(self._kept)})"
 
     @property
     def num_available(self) -> int:

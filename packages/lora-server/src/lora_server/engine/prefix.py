@@ -10,9 +10,12 @@ from __future__ import annotations
 import hashlib
 import struct
 from array import array
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from .request import AdapterUse
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from .request import AdapterUse
 
 BlockKey = bytes
 

@@ -10,15 +10,16 @@ adapter that has held its slot longest makes room.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from .kv import BlockPool
-from .sequence import SequenceState
-
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
     from lora_cache import Lease
+
+    from .kv import BlockPool
+    from .sequence import SequenceState
 
 
 class AdapterGate(Protocol):
@@ -228,9 +229,7 @@ class Scheduler:
                 budget = limit - sum(planned.values())
         return planned, budget + reserved
 
-    def _grow(
-        self, sequence: SequenceState, count: int, planned: dict[SequenceState, int]
-    ) -> bool:
+    def _grow(self, sequence: SequenceState, count: int, planned: dict[SequenceState, int]) -> bool:
         """Get blocks for `count` more tokens, from the latest arrivals when none are left."""
         needed = self._blocks_for(sequence.num_computed + count) - len(sequence.block_ids)
         while not self.pool.can_allocate(needed):

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from .prefix import BlockKey, child_key, root_key
-from .request import AdapterUse, GenerationRequest, SamplingParams
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
+
     from lora_cache import Lease
 
     from .messages import TokenLogprob
+    from .request import AdapterUse, GenerationRequest, SamplingParams
 
 
 class SequenceState:
@@ -126,7 +128,5 @@ class SequenceState:
         while len(self.block_keys) < wanted:
             start = len(self.block_keys) * block_size
             parent = self.block_keys[-1] if self.block_keys else root_key(self.adapters)
-            self.block_keys.append(
-                child_key(parent, self.token_ids[start : start + block_size])
-            )
+            self.block_keys.append(child_key(parent, self.token_ids[start : start + block_size]))
         return self.block_keys[:wanted]

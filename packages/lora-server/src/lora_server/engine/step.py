@@ -7,18 +7,14 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from lora_server.errors import EngineError
-from lora_server.model.load import LoadedModel
 
-from .admission import AdapterAdmission
 from .batch import LogitsRows, StepBatch, build_batch
-from .kv import BlockPool
 from .logprobs import token_logprobs
 from .messages import (
     EngineOutput,
@@ -27,13 +23,19 @@ from .messages import (
     RequestFailed,
     SequenceOutput,
 )
-from .request import GenerationRequest
 from .sampler import SampledToken, Sampler, SamplerRow
 from .scheduler import ScheduledChunk, Scheduler, SchedulerLimits
 from .sequence import SequenceState
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from lora_cache import CacheStats
+    from lora_server.model.load import LoadedModel
+
+    from .admission import AdapterAdmission
+    from .kv import BlockPool
+    from .request import GenerationRequest
 
 _log = logging.getLogger(__name__)
 
@@ -171,7 +173,7 @@ class EngineCore:
         """Compute the chunks; on an error each alone, so that it ends one sequence only."""
         try:
             return self._run_together(chunks)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever a row does, only it may end
             if len(chunks) == 1:
                 sequence = chunks[0].sequence
                 _log.exception("request %s failed", sequence.request.request_id)

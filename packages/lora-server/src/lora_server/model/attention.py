@@ -8,15 +8,17 @@ argument for, take a plain float32 path. `H` heads, `G` query heads a key head, 
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - torch's own convention
 from transformers import AttentionInterface
 
-from .attention_step import AttentionStep, DecodeGroup, PrefillChunk
 from .kv_cache import KvCache, KvShape
+
+if TYPE_CHECKING:
+    from .attention_step import AttentionStep, DecodeGroup, PrefillChunk
 
 _names = itertools.count()
 
@@ -35,13 +37,13 @@ class PagedAttention:
         self.seen: dict[int, KvShape] = {}
         AttentionInterface.register(self.name, self)
 
-    def __call__(
+    def __call__(  # noqa: PLR0917 - transformers calls it by position
         self,
         module: nn.Module,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,  # noqa: ARG002 - the step says who sees what
         scaling: float | None = None,
         sliding_window: int | None = None,
         softcap: float | None = None,
@@ -81,17 +83,13 @@ class PagedAttention:
             return _decode(query_rows, step.decode[0], cache, layer, options).unsqueeze(0), None
         out = torch.empty_like(query_rows, memory_format=torch.contiguous_format)
         for group in step.decode:
-            rows = group.rows
-            if rows is None:
-                out.copy_(_decode(query_rows, group, cache, layer, options))
-            else:
-                picked = query_rows.index_select(0, rows)
-                out.index_copy_(0, rows, _decode(picked, group, cache, layer, options))
+            assert group.rows is not None, "one group of all rows was handled above"
+            picked = query_rows.index_select(0, group.rows)
+            out.index_copy_(0, group.rows, _decode(picked, group, cache, layer, options))
         for chunk in step.prefill:
-            rows = slice(chunk.start, chunk.start + chunk.num_tokens)
-            out[rows] = _prefill(
-                query_rows[rows], key_rows[rows], value_rows[rows], chunk, cache, layer, options
-            )
+            own = slice(chunk.start, chunk.start + chunk.num_tokens)
+            fresh = (key_rows[own], value_rows[own])
+            out[own] = _prefill(query_rows[own], fresh, chunk, cache, layer, options)
         return out.unsqueeze(0), None
 
 
@@ -140,16 +138,16 @@ def _decode(
     return out.reshape(query.shape)
 
 
-def _prefill(
+def _prefill(  # noqa: PLR0917 - the layer, the step and the store are three things
     query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    fresh: tuple[torch.Tensor, torch.Tensor],
     chunk: PrefillChunk,
     cache: KvCache,
     layer: int,
     options: _Options,
 ) -> torch.Tensor:
-    """A chunk of one sequence: `[n, H, D]` -> `[n, H, D]`."""
+    """A chunk of one sequence: `[n, H, D]` -> `[n, H, D]`; `fresh` is its own key and value."""
+    key, value = fresh
     if chunk.context:
         stored = cache.read(layer, chunk.blocks).flatten(0, 1)[: chunk.num_keys]
         key, value = stored[:, 0], stored[:, 1]
@@ -179,7 +177,7 @@ def _prefill(
     return out.permute(2, 0, 1, 3).reshape(num_tokens, num_heads, width)
 
 
-def _plain_attention(
+def _plain_attention(  # noqa: PLR0917 - the four tensors of attention, and how
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

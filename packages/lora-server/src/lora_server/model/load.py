@@ -17,11 +17,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from lora_server.errors import StartupError
 
 from .attention import PagedAttention
-from .attention_step import AttentionStep
-from .kv_cache import KvCache, KvShape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+    from .attention_step import AttentionStep
+    from .kv_cache import KvCache, KvShape
 
 _log = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ def load_model(path: str, *, dtype: str = "auto", device: str = "auto") -> Loade
     """
     folder = Path(path).expanduser()
     if not (folder / "config.json").is_file():
-        found = sorted(p.name for p in folder.iterdir())[:8] if folder.is_dir() else "no such folder"
+        found = str(sorted(p.name for p in folder.iterdir())[:8]) if folder.is_dir() else "nothing"
         raise StartupError([f"model {path}: expected a folder with a config.json, found {found}"])
     target = torch.device(
         ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
@@ -112,7 +113,8 @@ def load_model(path: str, *, dtype: str = "auto", device: str = "auto") -> Loade
         )
     except (OSError, ValueError, KeyError) as error:
         raise StartupError([f"model {path}: {error}"]) from error
-    module = module.to(target).eval().requires_grad_(requires_grad=False)
+    torch.nn.Module.to(module, target)
+    module = module.eval().requires_grad_(requires_grad=False)
     text_config = config.get_text_config()
     return LoadedModel(
         module=module,
@@ -137,12 +139,11 @@ def _probe_shapes(
     seen = attention.seen
     num_layers = int(config.num_hidden_layers)
     if sorted(seen) != list(range(num_layers)):
-        raise StartupError(
-            [
-                f"{type(module).__name__}: {len(seen)} of {num_layers} layers keep keys and values;"
-                " layers with another kind of state cannot be served"
-            ]
+        problem = (
+            f"{type(module).__name__}: {len(seen)} of {num_layers} layers keep keys and values;"
+            " layers with another kind of state cannot be served"
         )
+        raise StartupError([problem])
     unequal = [i for i, shape in seen.items() if shape.head_dim != shape.value_head_dim]
     if unequal:
         raise StartupError(
