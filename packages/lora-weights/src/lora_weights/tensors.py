@@ -31,6 +31,19 @@ if TYPE_CHECKING:
 
 _TYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
+_UNPICKLING_FAULTS = (
+    pickle.UnpicklingError,
+    RuntimeError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    AssertionError,
+    EOFError,
+    struct.error,
+)
+"""What torch's unpickler raises on bytes that are no checkpoint, or one with code in it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorFile:
@@ -131,7 +144,7 @@ def read_pickle(path: Path) -> tuple[TensorFile | None, list[Problem]]:
         return None, [_unreadable(path, "a git-lfs pointer", "the file itself")]
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True)  # noqa: TID251
-    except (RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as error:
+    except _UNPICKLING_FAULTS as error:
         reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
         return None, [_unreadable(path, f"not readable ({reason})", "a state dict of tensors")]
     if not isinstance(loaded, dict) or not all(

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from lora_weights.modules import LoraPair, ModulePart
+
 FACTOR_STD = 0.5
 """Standard deviation of A and B: large enough that a tiny model's greedy text changes."""
 
@@ -103,6 +105,13 @@ def write_adapter(
         **config,
     )
     return save_adapter(raw, folder)
+
+
+def pair_of(parts: Mapping[str, ModulePart], path: str) -> LoraPair:
+    """Return the pair of a module that must have one."""
+    pair = parts[path].pair
+    assert pair is not None, f"{path} has no pair"
+    return pair
 
 
 def llama_modules(

@@ -1,0 +1,73 @@
+"""Tensors sorted by module: placed, or named."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lora_weights import AdapterConfig
+from lora_weights.inventory import take_inventory
+from lora_weights.tensor_format import TensorEntry
+
+CONFIG = AdapterConfig(r=2, lora_alpha=2.0)
+
+
+def entry(key):
+    return TensorEntry(key, "F32", (2, 2), 0, 16)
+
+
+def test_pairs_come_sorted_by_module_whatever_the_order_of_the_keys():
+    keys = [f"{name}.lora_{part}.weight" for name in ("b", "a.c", "a.b") for part in "BA"]
+
+    inventory = take_inventory(map(entry, keys), CONFIG)
+
+    assert [pair.module for pair in inventory.pairs] == ["a.b", "a.c", "b"]
+    assert inventory.problems == ()
+    assert not inventory.has_more
+
+
+def test_a_declared_expert_adapter_is_not_named_for_each_tensor():
+    declared = AdapterConfig(
+        r=2, lora_alpha=2.0, raw={"target_parameters": ["mlp.experts.gate_up_proj"]}
+    )
+    keys = [f"mlp.experts.lora_{part}.weight" for part in "AB"]
+
+    silent = take_inventory(map(entry, keys), declared)
+    named = take_inventory(map(entry, keys), CONFIG)
+
+    assert silent.problems == ()
+    assert silent.has_more
+    assert [problem.module for problem in named.problems] == ["mlp.experts"]
+
+
+def test_embedding_and_linear_factors_do_not_mix():
+    inventory = take_inventory([entry("e.lora_A.weight"), entry("e.lora_embedding_B")], CONFIG)
+
+    assert inventory.pairs == ()
+    assert "a mixed pair" in inventory.problems[0].found
+
+
+PIECES = st.sampled_from(
+    [
+        "q",
+        "experts",
+        "base_layer",
+        "lora_A",
+        "lora_B",
+        "lora_embedding_A",
+        "weight",
+        "bias",
+        "alpha",
+    ]
+)
+
+
+@given(st.sets(st.lists(PIECES, min_size=1, max_size=5).map(".".join), max_size=8))
+def test_every_tensor_is_in_a_pair_or_a_copy_or_named(keys):
+    inventory = take_inventory(map(entry, sorted(keys)), CONFIG)
+
+    placed = {e.key for pair in inventory.pairs for e in (pair.lora_a, pair.lora_b)}
+    placed |= {e.key for e in inventory.base_copies.values()}
+    text = "\n".join(f"{p} {p.module}" for p in inventory.problems)
+    for key in keys - placed:
+        assert key in text or key.rpartition(".lora_")[0] in text
