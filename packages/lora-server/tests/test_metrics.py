@@ -143,8 +143,8 @@ def test_requests_are_counted_by_how_they_end(error: BaseException | None, outco
 
 def test_a_request_without_tokens_is_in_no_histogram() -> None:
     metrics = ServerMetrics()
-    with timer(metrics, "base", lambda: 0.0):
-        pass
+    with timer(metrics, "base", lambda: 0.0) as running:
+        running.add_tokens(0)
 
     assert labels(scrape(metrics), "lora_server_time_to_first_token_seconds_count") == set()
 

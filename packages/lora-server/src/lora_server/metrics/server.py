@@ -138,7 +138,9 @@ class RequestTimer:
             self._admitted_s = at_s
 
     def add_tokens(self, count: int) -> None:
-        """Count tokens that have just been generated."""
+        """Count tokens that have just been generated; an end without a token is none."""
+        if count == 0:
+            return
         self._num_tokens += count
         self._last_s = self._clock()
         if self._first_s is None:
