@@ -92,6 +92,25 @@ def test_fields_that_are_not_about_scaling_survive(tmp_path):
     assert (config["revision"], config["fan_in_fan_out"]) == ("main", True)
 
 
+def test_the_modules_in_the_file_are_the_targets_of_the_saved_configuration(tmp_path):
+    folder = write_adapter(
+        tmp_path / "a",
+        {"layers.1.q_proj": (8, 8)},
+        target_modules=".*",
+        exclude_modules="q_proj",
+        layers_to_transform=[1],
+        init_lora_weights="eva",
+    )
+
+    saved = save_adapter(load_adapter(folder), tmp_path / "b")
+
+    config = json.loads((saved / "adapter_config.json").read_text())
+    assert config["target_modules"] == ["layers.1.q_proj"]
+    assert config["exclude_modules"] is None
+    assert config["layers_to_transform"] is None
+    assert config["init_lora_weights"] is True
+
+
 def test_copies_of_base_weights_are_written_too(tmp_path):
     raw = build_raw_adapter({"lm_head": (8, 16)})
     key = "base_model.model.lm_head.base_layer.weight"

@@ -77,9 +77,15 @@ def unfolded(adapter: Adapter) -> RawAdapter:
         "r": default,
         "lora_alpha": default,
         "use_rslora": False,
-        "target_modules": sorted({path.rpartition(".")[2] for path in pairs}),
         "rank_pattern": patterns,
         "alpha_pattern": dict(patterns),
+        # Exactly the modules in the file; nothing that would narrow or widen them on loading.
+        "target_modules": sorted(pairs),
+        "exclude_modules": None,
+        "layers_to_transform": None,
+        "layers_pattern": None,
+        "modules_to_save": None,
+        "init_lora_weights": True,
     }
     tensors = {}
     for path, pair in pairs.items():
