@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from support.fixture_types import MakeWorld, StartServer
     from support.server import Server
 
-SMALL_KV_BYTES = 24 * 16 * 2 * 2 * 2 * 16 * 4
-"""24 blocks of 16 tokens: 2 layers, keys and values, 2 heads of 16 float32 numbers."""
+SMALL_KV_BYTES = 12 * 16 * 2 * 2 * 2 * 16 * 4
+"""12 blocks of 16 tokens: 2 layers, keys and values, 2 heads of 16 float32 numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,14 @@
-"""Starts `lora-server serve` as users do, waits until it answers, and ends it by its id."""
+"""Starts the program under test, waits until it answers, and ends it by its id.
+
+`serve` forks each server from one process that has torch and transformers imported, because there
+are dozens of servers and the import takes longer than most tests. What runs in the child is the
+command line's own `main`. `run_to_end` starts the program as users do.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import re
 import signal
 import subprocess
@@ -16,6 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from multiprocessing.context import ForkServerProcess
     from pathlib import Path
 
     from support.worlds import World
@@ -29,21 +37,12 @@ _POLL_S = 0.05
 _ADDRESS = re.compile(r"Serving .* on (http://\S+)")
 
 
-def command(*arguments: str) -> list[str]:
-    """Return a command line of the program under test, cut off from any hub.
-
-    One thread an operator: with tiny models the others would only wait for each other.
-    """
-    program = [sys.executable, "-m", "lora_server.cli.main"]
-    return ["env", "HF_HUB_OFFLINE=1", "OMP_NUM_THREADS=1", *program, *arguments]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
     """A running service."""
 
     url: str
-    process: subprocess.Popen[bytes]
+    process: ForkServerProcess
     log: Path
 
     def metric(self, name: str, **labels: str) -> float:
@@ -65,17 +64,24 @@ class Server:
             time.sleep(_POLL_S)
         return holds
 
-    def stop(self, sig: signal.Signals = signal.SIGINT) -> int:
-        """Signal the process, wait for its end and return its exit status."""
-        self.process.send_signal(sig)
-        return self.process.wait(END_WITHIN_S)
+    def signal(self, sig: signal.Signals) -> None:
+        """Send a signal to the process."""
+        assert self.process.pid is not None
+        os.kill(self.process.pid, sig)
+
+    def stop(self) -> int | None:
+        """Send SIGINT, as Ctrl-C does, and return the exit status; None when it goes on."""
+        self.signal(signal.SIGINT)
+        self.process.join(END_WITHIN_S)
+        return self.process.exitcode
 
 
 @contextmanager
 def serve(world: World, log: Path, flags: Sequence[str]) -> Iterator[Server]:
     """Serve a world's base model in float32; what else is in `flags`.
 
-    The end is part of every test: SIGINT must end the process with status 0.
+    The end is part of every test: SIGINT must end the process with status 0. One thread an
+    operator: with tiny models the others would only wait for each other.
     """
     arguments = [
         *("serve", str(world.base), "--served-model-name", BASE_NAME),
@@ -83,7 +89,7 @@ def serve(world: World, log: Path, flags: Sequence[str]) -> Iterator[Server]:
     ]
     with running(arguments, log) as server:
         yield server
-        if server.process.poll() is None:
+        if server.process.is_alive():
             status = server.stop()
             assert status == 0, f"exit status {status} after SIGINT:\n{log.read_text()}"
 
@@ -91,28 +97,47 @@ def serve(world: World, log: Path, flags: Sequence[str]) -> Iterator[Server]:
 @contextmanager
 def running(arguments: Sequence[str], log: Path) -> Iterator[Server]:
     """Run the program until it answers; kill it in the end if it is still there."""
-    with log.open("wb") as stream:
-        process = subprocess.Popen(command(*arguments), stdout=stream, stderr=stream)
-        try:
-            yield Server(url=_wait_until_ready(process, log), process=process, log=log)
-        finally:
-            if process.poll() is None:
-                process.kill()
-                process.wait(END_WITHIN_S)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["lora_server.cli.build"])
+    log.write_bytes(b"")
+    process = context.Process(target=run_program, args=(list(arguments), str(log)), daemon=True)
+    process.start()
+    try:
+        yield Server(url=_wait_until_ready(process, log), process=process, log=log)
+    finally:
+        if process.is_alive():
+            process.kill()
+        process.join(END_WITHIN_S)
 
 
-def _wait_until_ready(process: subprocess.Popen[bytes], log: Path) -> str:
+def run_program(arguments: list[str], log: str) -> None:
+    """Be the program: with its command line, and with a file for both outputs."""
+    from lora_server.cli.main import main
+
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        os.dup2(descriptor, stream.fileno())
+    sys.exit(main(arguments))
+
+
+def _wait_until_ready(process: ForkServerProcess, log: Path) -> str:
     """Return the address once `/health` answers 200."""
     deadline = time.monotonic() + READY_WITHIN_S
     while time.monotonic() < deadline:
         text = log.read_text(errors="replace")
-        assert process.poll() is None, f"the server ended with {process.returncode}:\n{text}"
+        assert process.exitcode is None, f"the server ended with {process.exitcode}:\n{text}"
         if match := _ADDRESS.search(text):
             url = match.group(1)
             httpx.get(f"{url}/health", timeout=10).raise_for_status()
             return url
         time.sleep(_POLL_S)
     raise AssertionError(f"not ready after {READY_WITHIN_S} s:\n{log.read_text()}")
+
+
+def command(*arguments: str) -> list[str]:
+    """Return a command line of the program, cut off from any hub."""
+    return ["env", "HF_HUB_OFFLINE=1", sys.executable, "-m", "lora_server.cli.main", *arguments]
 
 
 def run_to_end(*arguments: str, within_s: float = 120.0) -> subprocess.CompletedProcess[str]:
