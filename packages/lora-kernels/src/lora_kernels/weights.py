@@ -7,6 +7,7 @@ Letters: `N` slots, `R` max rank, `I` in, `O` out, `P` slices.
 
 from __future__ import annotations
 
+import math
 from itertools import accumulate
 from typing import TYPE_CHECKING, Self
 
@@ -29,27 +30,30 @@ class StackedWeights:
 
     - A is `[R, P, N, I]`. The first `r` ranks of all slices and slots are one contiguous matrix,
       so that one product shrinks a whole step, and a padded max rank costs nothing.
-    - each B is `[N, R, O_p]`. A slot's first `r` ranks are contiguous rows, so that expanding a
-      token is a weighted sum of `r` whole rows.
+    - B is `[N, R, sum O_p]`, the slices side by side as in the output. A slot's first `r` ranks
+      are contiguous rows, so that expanding a token is a weighted sum of rows, and the rows of
+      all slices can be cut into pieces of one width, `chunk`.
     """
 
-    def __init__(self, a_storage: Tensor, b_storage: Sequence[Tensor]) -> None:
+    def __init__(self, a_storage: Tensor, b_storage: Tensor, out_features: Sequence[int]) -> None:
         """Wrap a storage; callers use `allocate`.
 
         Args:
             a_storage: `[R, P, N, I]`, contiguous.
-            b_storage: `P` tensors `[N, R, O_p]`, contiguous, of one dtype and device with A.
+            b_storage: `[N, R, sum O_p]`, contiguous, of the dtype and device of A.
+            out_features: `O_p` of each slice.
         """
         self.a_storage = a_storage
-        self.b_storage = tuple(b_storage)
+        self.b_storage = b_storage
         self.max_rank, self.num_slices, self.num_slots, self.in_features = a_storage.shape
-        self.out_features = tuple(b.shape[2] for b in b_storage)
-        self.lora_a = tuple(a_storage[:, p].transpose(0, 1) for p in range(self.num_slices))
-        self.lora_b = tuple(b.transpose(1, 2) for b in b_storage)
-        self.slot_ranks: list[tuple[int, ...]] = [(0,) * self.num_slices] * self.num_slots
-        self.layout = (a_storage.shape, self.out_features, a_storage.dtype)
+        self.out_features = tuple(out_features)
         ends = accumulate(self.out_features)
         self.out_ranges = tuple((e - o, e) for e, o in zip(ends, self.out_features, strict=True))
+        self.lora_a = tuple(a_storage[:, p].transpose(0, 1) for p in range(self.num_slices))
+        self.lora_b = tuple(b_storage[:, :, i:j].transpose(1, 2) for i, j in self.out_ranges)
+        self.slot_ranks: list[tuple[int, ...]] = [(0,) * self.num_slices] * self.num_slots
+        self.chunk = math.gcd(*self.out_features)
+        self.layout = (a_storage.shape, self.out_features, a_storage.dtype)
 
     @classmethod
     def allocate(
@@ -87,10 +91,11 @@ class StackedWeights:
                 f"stacked weights: dtype is {dtype}, expected float32, float16 or bfloat16"
             )
         a_shape = (max_rank, len(out_features), num_slots, in_features)
-        b_shapes = [(num_slots, max_rank, out) for out in out_features]
+        b_shape = (num_slots, max_rank, sum(out_features))
         return cls(
             torch.zeros(a_shape, dtype=dtype, device=device),
-            [torch.zeros(shape, dtype=dtype, device=device) for shape in b_shapes],
+            torch.zeros(b_shape, dtype=dtype, device=device),
+            out_features,
         )
 
     @property
@@ -111,7 +116,7 @@ class StackedWeights:
     @property
     def nbytes(self) -> int:
         """Bytes of the storage of all slots."""
-        return self.a_storage.nbytes + sum(b.nbytes for b in self.b_storage)
+        return self.a_storage.nbytes + self.b_storage.nbytes
 
     def write_slot(self, slot: int, slices: Sequence[Pair | None]) -> None:
         """Replace what a slot holds; nothing of its previous content remains.
@@ -153,8 +158,7 @@ class StackedWeights:
         self._check_slot(slot)
         self.slot_ranks[slot] = (0,) * self.num_slices
         self.a_storage[:, :, slot].zero_()
-        for b in self.b_storage:
-            b[slot].zero_()
+        self.b_storage[slot].zero_()
 
     def _check_slot(self, slot: int) -> None:
         if not 0 <= slot < self.num_slots:

@@ -11,12 +11,8 @@ candidates differ by more wherever the choice matters.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +23,7 @@ class Costs:
     """One matrix product, whatever its size (not per thousand)."""
 
     bag: float
-    """One embedding bag and the addition of its result, whatever its size (not per thousand)."""
+    """One call of embedding bags, whatever its size (not per thousand)."""
 
     weight: float
     """Weight elements read."""
@@ -36,10 +32,16 @@ class Costs:
     """Multiply-adds in a matrix product."""
 
     product_out: float
-    """Outputs updated by a matrix product with a short inner dimension."""
+    """Outputs updated by a matrix product."""
+
+    bag_piece: float
+    """Pieces of rows of B summed in bags."""
 
     bag_mac: float
-    """Multiply-adds in an embedding bag, its output included."""
+    """Multiply-adds in bags."""
+
+    bag_out: float
+    """Outputs of bags written and then added to the base output."""
 
     def shrink(self, num_rows: int, num_ranks: int, in_features: int) -> float:
         """One product of `num_rows` activations with `num_ranks` rows of A."""
@@ -56,20 +58,34 @@ class Costs:
             + outputs * self.product_out
         )
 
-    def bags(self, segments: Sequence[tuple[int, int]], out_features: int) -> float:
-        """Weighted sums of rows of B, for segments of (entries, rank)."""
-        weights = sum(rank for _, rank in segments) * out_features / 1e3
-        macs = sum(rows * rank for rows, rank in segments) * out_features / 1e3
-        return self.bag + weights * self.weight + macs * self.bag_mac
+    def in_bag(self, num_rows: int, rank: int, out_features: int, chunk: int) -> float:
+        """Weighted sums of a slot's rows of B, in pieces of `chunk`, for a segment."""
+        weights = rank * out_features / 1e3
+        macs = weights * num_rows
+        return weights * self.weight + macs * (self.bag_mac + self.bag_piece / chunk)
 
 
 # oneDNN builds a primitive descriptor at every 16-bit product, MKL's sgemm starts at once: a
 # float32 product starts four times faster, and each multiply-add takes five times longer.
 _BFLOAT16 = Costs(
-    product=42, bag=24, weight=0.18, product_mac=0.0025, product_out=0.8, bag_mac=0.042
+    product=42,
+    bag=20,
+    weight=0.15,
+    product_mac=0.002,
+    product_out=0.2,
+    bag_piece=6,
+    bag_mac=0.035,
+    bag_out=1.2,
 )
 _FLOAT32 = Costs(
-    product=10, bag=24, weight=0.33, product_mac=0.0135, product_out=0.85, bag_mac=0.07
+    product=10,
+    bag=20,
+    weight=0.3,
+    product_mac=0.0125,
+    product_out=0.2,
+    bag_piece=6,
+    bag_mac=0.06,
+    bag_out=1.4,
 )
 
 

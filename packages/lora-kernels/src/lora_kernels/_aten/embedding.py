@@ -1,7 +1,7 @@
 """embedding_lora_: a gather of elements of A, then bags over the rows of B.
 
 Letters: `T` tokens, `E` entries, `N` slots, `R` max rank, `D` embedding width, `V` vocabulary,
-`F` ranks summed over the entries.
+`F` elements of bags: ranks summed over the entries.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def embedding_lora_(
             f"expected 0..{weights.in_features - 1}"
         )
     ranks = tuple(weights.slot_ranks[segment.slot][0] for segment in routing.segments)
-    bags = plan_bags(weights, routing, ranks)
+    bags = plan_bags(weights, routing, (ranks,))
     row_F = bags.rank * weights.num_slots + bags.slot  # row of A seen as [R * N, V]
     v_F = weights.a_storage.take(row_F * weights.in_features + ids_E[bags.entry])
     if weights.dtype == torch.float16:
@@ -44,4 +44,4 @@ def embedding_lora_(
         return expand_(y_TD, v_1ER, weights, routing)
     if not routing.has_unit_scales:
         v_F.mul_(routing.scales[bags.entry])
-    return add_bags_(y_TD, [v_F], weights, routing, [bags])
+    return add_bags_(y_TD, v_F, weights, routing, bags)

@@ -1,11 +1,12 @@
 """shrink, expand_ and apply_lora_ as a few matrix products of torch.
 
 `apply_lora_` works in bfloat16 when x and weights are bfloat16 (products accumulate in float32;
-the rank-wide intermediate and, with bags, the delta of a slice are rounded to bfloat16), else in
-float32. `shrink` and `expand_` alone work in float32.
+the rank-wide intermediate and, with bags, the delta are rounded to bfloat16), else in float32.
+`shrink` and `expand_` alone work in float32.
 
 Letters: `T` tokens, `E` entries, `N` slots, `R` max rank, `P` slices, `U` tokens with an entry,
-`S` entries of a segment, `F` ranks summed over the entries, `I` in, `O` out, `r` a true rank.
+`S` entries of a segment, `C` chunks of the output, `F` elements of bags, `I` in, `O` out, `r` a
+true rank.
 """
 
 from __future__ import annotations
@@ -14,11 +15,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lora_kernels._aten.plan import Way, compute_dtype, plan_apply
+from lora_kernels._aten.plan import Expand, Shrink, compute_dtype, plan_apply
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
 
     from lora_kernels._aten.plan import Bags
@@ -31,22 +30,23 @@ def apply_lora_(y_TO: Tensor, x_TI: Tensor, weights: StackedWeights, routing: Ro
     plan = plan_apply(x_TI.dtype, y_TO.dtype, weights, routing)
     if plan.top_rank == 0:
         return y_TO
-    if plan.way is Way.WIDE:
+    if plan.expand is Expand.WIDE:
         return expand_(y_TO, shrink(x_TI, weights, routing), weights, routing)
     dtype = compute_dtype(x_TI.dtype, weights.dtype)
     if x_TI.dtype != dtype:
         x_TI = x_TI.to(dtype)
-    if plan.way is Way.SEGMENTS:
-        return _apply_segments_(y_TO, x_TI, weights, routing)
-    if plan.way is Way.DENSE_BAGS:
-        v = _shrink_dense(x_TI, weights, routing, plan.top_rank)
-    else:
-        v = _shrink_segments(x_TI, weights, routing, plan.top_rank)
+    dense = None
+    if plan.shrink is Shrink.DENSE:
+        dense = _shrink_dense(x_TI, weights, routing, plan.top_rank)
+    if plan.expand is Expand.SEGMENTS:
+        return _apply_segments_(y_TO, x_TI, dense, weights, routing)
+    assert plan.bags is not None
     assert plan.take is not None
+    v = _shrink_segments(x_TI, weights, routing, plan.top_rank) if dense is None else dense
     v_F = v.take(plan.take)
     if plan.scales is not None:
         v_F.mul_(plan.scales)
-    return add_bags_(y_TO, torch.split(v_F, list(plan.sizes)), weights, routing, plan.bags)
+    return add_bags_(y_TO, v_F, weights, routing, plan.bags)
 
 
 def shrink(x_TI: Tensor, weights: StackedWeights, routing: Routing) -> Tensor:
@@ -71,9 +71,9 @@ def expand_(y_TO: Tensor, v_PER: Tensor, weights: StackedWeights, routing: Routi
             v_PSR = v_PSR * routing.scales[entries, None]
         for p, rank in enumerate(weights.slot_ranks[segment.slot]):
             if rank:
-                b_rO = weights.b_storage[p][segment.slot, :rank].float()
-                part_SO = v_PSR[p, :, :rank] @ b_rO
                 low, high = weights.out_ranges[p]
+                b_rO = weights.b_storage[segment.slot, :rank, low:high].float()
+                part_SO = v_PSR[p, :, :rank] @ b_rO
                 sums_UO[:, low:high].index_add_(0, routing.entry_rows[entries], part_SO)
     if sums_UO is not rows_UO:
         rows_UO.copy_(sums_UO)
@@ -81,21 +81,14 @@ def expand_(y_TO: Tensor, v_PER: Tensor, weights: StackedWeights, routing: Routi
 
 
 def add_bags_(
-    y_TO: Tensor,
-    v_F_by_slice: Sequence[Tensor],
-    weights: StackedWeights,
-    routing: Routing,
-    bags: Sequence[Bags],
+    y_TO: Tensor, v_F: Tensor, weights: StackedWeights, routing: Routing, bags: Bags
 ) -> Tensor:
     """Add to each touched token the sum of its rows of B, weighted by its factors `v`."""
+    b_pieces = weights.b_storage.view(-1, weights.chunk)
+    # Arguments: scale_grad_by_freq=False, mode=0 (sum), sparse=False.
+    delta = torch.embedding_bag(b_pieces, bags.pieces, bags.starts, False, 0, False, v_F)[0]
     rows_UO = _touched_rows(y_TO, routing)
-    for p, (v_F, bag) in enumerate(zip(v_F_by_slice, bags, strict=True)):
-        if v_F.shape[0]:
-            b_rows = weights.b_storage[p].flatten(0, 1)
-            # Arguments: scale_grad_by_freq=False, mode=0 (sum), sparse=False.
-            delta_UO = torch.embedding_bag(b_rows, bag.rows, bag.starts, False, 0, False, v_F)[0]
-            low, high = weights.out_ranges[p]
-            rows_UO[:, low:high].add_(delta_UO)
+    rows_UO.add_(delta.view(rows_UO.shape))  # [U * C, chunk] -> [U, O]
     return _put_touched_rows_(y_TO, rows_UO, routing)
 
 
@@ -122,10 +115,14 @@ def _shrink_segments(
 
 
 def _apply_segments_(
-    y_TO: Tensor, x_TI: Tensor, weights: StackedWeights, routing: Routing
+    y_TO: Tensor, x_TI: Tensor, dense: Tensor | None, weights: StackedWeights, routing: Routing
 ) -> Tensor:
     for segment in routing.segments:
-        v_by_slice = _shrink_segment(_take_rows(x_TI, segment, routing), weights, segment.slot)
+        if dense is None:
+            x_SI = _take_rows(x_TI, segment, routing)
+            v_by_slice = _shrink_segment(x_SI, weights, segment.slot)
+        else:
+            v_by_slice = _take_from_dense(dense, segment, weights, routing)
         y_SO = _take_rows(y_TO, segment, routing)
         for p, v_Sr in enumerate(v_by_slice):
             rank = v_Sr.shape[1]
@@ -133,10 +130,26 @@ def _apply_segments_(
                 if not routing.has_unit_scales:
                     v_Sr.mul_(routing.scales[segment.start : segment.end, None])
                 low, high = weights.out_ranges[p]
-                y_SO[:, low:high].addmm_(v_Sr, weights.b_storage[p][segment.slot, :rank])
+                b_rO = weights.b_storage[segment.slot, :rank, low:high]
+                y_SO[:, low:high].addmm_(v_Sr, b_rO)
         if segment.first_token is None:
             y_TO.index_copy_(0, routing.token_idx[segment.start : segment.end], y_SO)
     return y_TO
+
+
+def _take_from_dense(
+    dense: Tensor, segment: Segment, weights: StackedWeights, routing: Routing
+) -> list[Tensor]:
+    """Take a segment's own part of the dense result: for each slice `[S, r]`."""
+    v_TrPN = dense.view(dense.shape[0], -1, weights.num_slices, weights.num_slots)
+    first = routing.touched_range[0]
+    v_TrP = v_TrPN[..., segment.slot]
+    if segment.first_token is not None:
+        v_SrP = v_TrP.narrow(0, segment.first_token - first, segment.end - segment.start)
+    else:
+        v_SrP = v_TrP.index_select(0, routing.token_idx[segment.start : segment.end] - first)
+    v_PSr = v_SrP.permute(2, 0, 1).contiguous()
+    return [v_PSr[p, :, :rank] for p, rank in enumerate(weights.slot_ranks[segment.slot])]
 
 
 def _shrink_segment(x_SI: Tensor, weights: StackedWeights, slot: int) -> list[Tensor]:

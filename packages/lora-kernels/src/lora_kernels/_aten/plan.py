@@ -3,8 +3,9 @@
 A plan depends on the routing, on the true ranks of its slots and on the module's sizes, not on
 the numbers in the weights: it is made once a step and kept on the routing for the next layers.
 
-Letters: `T` tokens, `E` entries, `G` segments, `N` slots, `R` max rank, `P` slices, `U` tokens
-with an entry, `F` ranks summed over the entries, `I` in, `O` out.
+Letters: `T` tokens, `E` entries, `G` segments, `N` slots, `R` max rank, `P` slices, `I` in,
+`O` out, `U` tokens with an entry, `C` chunks of the output, `F` elements: ranks summed over
+entries and chunks.
 """
 
 from __future__ import annotations
@@ -28,62 +29,74 @@ Ranks = tuple[int, ...]
 """True rank of one slice for each segment, `G` long."""
 
 
-class Way(Enum):
-    """The ways to apply a step."""
+class Shrink(Enum):
+    """The ways from x to the ranks."""
 
-    DENSE_BAGS = auto()
-    """One product of all tokens with the A of all slots, then bags."""
-
-    SEGMENT_BAGS = auto()
-    """One product with A a segment, then bags: each token sums its own rows of B."""
+    DENSE = auto()
+    """One product of all tokens with the A of all slots; each entry then takes its own part."""
 
     SEGMENTS = auto()
-    """Products with A and with B a segment, written into the output."""
+    """One product with A a segment."""
+
+
+class Expand(Enum):
+    """The ways from the ranks to y."""
+
+    BAGS = auto()
+    """Each token sums its own rows of B."""
+
+    SEGMENTS = auto()
+    """One product with B a segment and slice, written into y."""
 
     WIDE = auto()
-    """As `SEGMENTS`, through float32 sums: where dtypes differ or tokens repeat."""
+    """As `SEGMENTS` through float32 sums, also of the shrink: dtypes differ or tokens repeat."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bags:
-    """The rows of B that each touched token sums, for one slice; ordered by token."""
+    """The pieces of rows of B that each touched token sums.
+
+    The output of a touched token is cut into `C` chunks of one width that divides every slice.
+    Bag `u * C + c` holds the elements of touched token `u` and chunk `c`.
+    """
 
     starts: Tensor
-    """First element of each touched token, `[U]` int64."""
+    """First element of each bag, `[U * C]` int64."""
+
+    pieces: Tensor
+    """Row of B seen as `[N * R * C, chunk]`, `[F]` int64."""
 
     entry: Tensor
     """Entry of each element, `[F]` int64."""
 
-    rank: Tensor
-    """Rank index of each element, `[F]` int64."""
-
     slot: Tensor
     """Slot of each element, `[F]` int64."""
 
-    rows: Tensor
-    """`slot * R + rank`: row of B seen as `[N * R, O]`, `[F]` int64."""
+    rank: Tensor
+    """Rank index of each element, `[F]` int64."""
+
+    slice_idx: Tensor
+    """Slice of each element, `[F]` int64."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """What `apply_lora_` does for one kind of module in one step."""
 
-    way: Way
+    shrink: Shrink
+    expand: Expand
 
     top_rank: int
     """The largest true rank of any slot and slice of the step."""
 
-    bags: tuple[Bags, ...] = ()
-    """For each slice; empty unless the way uses bags."""
+    bags: Bags | None = None
+    """Left out unless the way uses bags."""
 
     take: Tensor | None = None
-    """Where the bags' factors lie in the result of the shrink, `[P * F]` int64."""
-
-    sizes: tuple[int, ...] = ()
-    """`F` of each slice: how `take` is divided."""
+    """Where the bags' factors lie in the result of the shrink, `[F]` int64."""
 
     scales: Tensor | None = None
-    """Scale of each factor, `[P * F]` float32; left out when all are 1."""
+    """Scale of each factor, `[F]` float32; left out when all are 1."""
 
 
 def plan_apply(
@@ -95,17 +108,17 @@ def plan_apply(
     plan: Plan | None = routing.derived.get(key)
     if plan is None:
         by_slice = tuple(zip(*ranks, strict=True))
-        way = _choose_way(x_dtype, y_dtype, weights, routing, by_slice)
-        plan = routing.derived[key] = _build_plan(way, weights, routing, by_slice)
+        shrink, expand = _choose(x_dtype, y_dtype, weights, routing, by_slice)
+        plan = routing.derived[key] = _build_plan(shrink, expand, weights, routing, by_slice)
     return plan
 
 
-def plan_bags(weights: StackedWeights, routing: Routing, ranks: Ranks) -> Bags:
-    """Return the bags of a slice whose segments have these true ranks."""
-    key = ("bags", weights.max_rank, ranks)
+def plan_bags(weights: StackedWeights, routing: Routing, by_slice: tuple[Ranks, ...]) -> Bags:
+    """Return the bags for slices whose segments have these true ranks; made at the first call."""
+    key = ("bags", weights.max_rank, weights.out_features, by_slice)
     bags: Bags | None = routing.derived.get(key)
     if bags is None:
-        bags = routing.derived[key] = _build_bags(weights.max_rank, routing, ranks)
+        bags = routing.derived[key] = _build_bags(weights, routing, by_slice)
     return bags
 
 
@@ -118,24 +131,26 @@ def compute_dtype(x_dtype: torch.dtype, weight_dtype: torch.dtype) -> torch.dtyp
     return torch.bfloat16 if both_bfloat16 else torch.float32
 
 
-def _choose_way(
+def _choose(
     x_dtype: torch.dtype,
     y_dtype: torch.dtype,
     weights: StackedWeights,
     routing: Routing,
     by_slice: tuple[Ranks, ...],
-) -> Way:
+) -> tuple[Shrink, Expand]:
     compute = compute_dtype(x_dtype, weights.dtype)
     if compute != weights.dtype:
-        return Way.WIDE
+        return Shrink.SEGMENTS, Expand.WIDE
     costs = costs_of(compute)
     dense = _dense_shrink_cost(costs, weights, routing, by_slice)
     segments = _segment_shrink_cost(costs, weights, routing, by_slice)
+    shrink = Shrink.DENSE if dense < segments else Shrink.SEGMENTS
     bags, products = _expand_costs(costs, weights, routing, by_slice)
-    can_write_through = y_dtype == compute and not routing.has_repeated_tokens
-    if min(dense, segments) + bags < segments + products:
-        return Way.DENSE_BAGS if dense < segments else Way.SEGMENT_BAGS
-    return Way.SEGMENTS if can_write_through else Way.WIDE
+    if bags < products:
+        return shrink, Expand.BAGS
+    if y_dtype == compute and not routing.has_repeated_tokens:
+        return shrink, Expand.SEGMENTS
+    return Shrink.SEGMENTS, Expand.WIDE
 
 
 def _dense_shrink_cost(
@@ -159,73 +174,78 @@ def _segment_shrink_cost(
 def _expand_costs(
     costs: Costs, weights: StackedWeights, routing: Routing, by_slice: tuple[Ranks, ...]
 ) -> tuple[float, float]:
-    bags = products = 0.0
+    """Cost of bags, and of products a segment."""
+    bags = costs.bag + costs.bag_out * routing.num_entries * weights.total_out_features / 1e3
+    products = 0.0
     for ranks, out in zip(by_slice, weights.out_features, strict=True):
-        sizes = [
-            (segment.end - segment.start, rank)
-            for segment, rank in zip(routing.segments, ranks, strict=True)
-        ]
-        bags += costs.bags(sizes, out)
-        products += sum(costs.expand(rows, rank, out) for rows, rank in sizes if rank)
+        for segment, rank in zip(routing.segments, ranks, strict=True):
+            rows = segment.end - segment.start
+            bags += costs.in_bag(rows, rank, out, weights.chunk)
+            products += costs.expand(rows, rank, out) if rank else 0.0
     return bags, products
 
 
 def _build_plan(
-    way: Way, weights: StackedWeights, routing: Routing, by_slice: tuple[Ranks, ...]
+    shrink: Shrink,
+    expand: Expand,
+    weights: StackedWeights,
+    routing: Routing,
+    by_slice: tuple[Ranks, ...],
 ) -> Plan:
     top_rank = max(max(ranks) for ranks in by_slice)
-    if way in (Way.SEGMENTS, Way.WIDE) or top_rank == 0:
-        return Plan(way=way, top_rank=top_rank)
-    bags = tuple(plan_bags(weights, routing, ranks) for ranks in by_slice)
-    place = _place_in_dense if way is Way.DENSE_BAGS else _place_in_segments
-    takes = [place(p, bag, top_rank, weights, routing) for p, bag in enumerate(bags)]
-    scales = None
-    if not routing.has_unit_scales:
-        scales = routing.scales[torch.cat([bag.entry for bag in bags])]
+    if expand is not Expand.BAGS or top_rank == 0:
+        return Plan(shrink=shrink, expand=expand, top_rank=top_rank)
+    bags = plan_bags(weights, routing, by_slice)
+    place = _place_in_dense if shrink is Shrink.DENSE else _place_in_segments
     return Plan(
-        way=way,
+        shrink=shrink,
+        expand=expand,
         top_rank=top_rank,
         bags=bags,
-        take=torch.cat(takes),
-        sizes=tuple(take.shape[0] for take in takes),
-        scales=scales,
+        take=place(bags, top_rank, weights, routing),
+        scales=None if routing.has_unit_scales else routing.scales[bags.entry],
     )
 
 
-def _build_bags(max_rank: int, routing: Routing, ranks: Ranks) -> Bags:
-    # Entries in the order of their tokens; within a token in the order of the routing.
-    order = torch.argsort(routing.token_idx, stable=True)
-    seg_ranks = torch.tensor(ranks, device=routing.device)
-    entry_ranks = torch.repeat_interleave(seg_ranks, routing.seg_indptr.diff())[order]
-    ends = entry_ranks.cumsum(0)
-    position = torch.repeat_interleave(entry_ranks)
-    rank = torch.arange(position.shape[0], device=routing.device)
-    rank = rank - (ends - entry_ranks)[position]
-    entry = order[position]
+def _build_bags(weights: StackedWeights, routing: Routing, by_slice: tuple[Ranks, ...]) -> Bags:
+    device = routing.device
+    chunk_counts = torch.tensor(weights.out_features, device=device) // weights.chunk
+    num_chunks = weights.total_out_features // weights.chunk
+    slice_of_chunk = torch.repeat_interleave(chunk_counts)
+    # A cell is a pair (entry, chunk), `entry * C + chunk`. Cells are sorted by bag, stable, so
+    # that a token with several entries has them in the order of the routing.
+    bag_of_cell = routing.entry_rows[:, None] * num_chunks + torch.arange(num_chunks, device=device)
+    bag_of_cell, cells = torch.sort(bag_of_cell.flatten(), stable=True)
+    rank_of_segment = torch.tensor(by_slice, device=device)  # [P, G]
+    rank_of_entry = rank_of_segment.repeat_interleave(routing.seg_indptr.diff(), dim=1)
+    cell_entry, cell_chunk = cells // num_chunks, cells % num_chunks
+    counts = rank_of_entry[slice_of_chunk[cell_chunk], cell_entry]
+    firsts = counts.cumsum(0) - counts
+    element_cell = torch.repeat_interleave(counts)
+    rank = torch.arange(element_cell.shape[0], device=device) - firsts[element_cell]
+    entry, chunk = cell_entry[element_cell], cell_chunk[element_cell]
     slot = routing.entry_slots[entry]
-    # The first entry of each token opens its bag, also when its rank is 0.
-    is_first = torch.ones_like(order, dtype=torch.bool)
-    is_first[1:] = routing.token_idx[order].diff() != 0
+    opens_bag = torch.ones_like(bag_of_cell, dtype=torch.bool)
+    opens_bag[1:] = bag_of_cell.diff() != 0
     return Bags(
-        starts=(ends - entry_ranks)[is_first],
+        starts=firsts[opens_bag],
+        pieces=(slot * weights.max_rank + rank) * num_chunks + chunk,
         entry=entry,
-        rank=rank,
         slot=slot,
-        rows=slot * max_rank + rank,
+        rank=rank,
+        slice_idx=slice_of_chunk[chunk],
     )
 
 
-def _place_in_dense(
-    p: int, bag: Bags, top_rank: int, weights: StackedWeights, routing: Routing
-) -> Tensor:
+def _place_in_dense(bags: Bags, top_rank: int, weights: StackedWeights, routing: Routing) -> Tensor:
     """Positions in the dense result, `[T', top_rank, P, N]` from the first touched token on."""
-    token = routing.token_idx[bag.entry] - routing.touched_range[0]
-    column = (token * top_rank + bag.rank) * weights.num_slices + p
-    return column * weights.num_slots + bag.slot
+    token = routing.token_idx[bags.entry] - routing.touched_range[0]
+    column = (token * top_rank + bags.rank) * weights.num_slices + bags.slice_idx
+    return column * weights.num_slots + bags.slot
 
 
 def _place_in_segments(
-    p: int, bag: Bags, top_rank: int, _weights: StackedWeights, routing: Routing
+    bags: Bags, top_rank: int, _weights: StackedWeights, routing: Routing
 ) -> Tensor:
     """Positions in the segments' result, `[P, E, top_rank]`."""
-    return (p * routing.num_entries + bag.entry) * top_rank + bag.rank
+    return (bags.slice_idx * routing.num_entries + bags.entry) * top_rank + bags.rank

@@ -114,32 +114,31 @@ def read_slots(layer: Layer, routing: Routing) -> None:
     for stack in layer.weights:
         rank = stack.slot_ranks[first][0]
         stack.a_storage[:rank, :, first:last].view(torch.int64).sum()
-        for b_NRO in stack.b_storage:
-            b_NRO[first:last, :rank].view(torch.int64).sum()
+        stack.b_storage[first:last, :rank].view(torch.int64).sum()
 
 
 def apply_base(layer: Layer) -> None:
     """Multiply with the layer's own weights."""
-    for x_TI, w_OI in zip(layer.x, layer.base, strict=True):
-        torch.nn.functional.linear(x_TI, w_OI)
+    for x, w in zip(layer.x, layer.base, strict=True):
+        torch.nn.functional.linear(x, w)
 
 
 def apply_gathered(layer: Layer, routing: Routing) -> None:
     """Copy each token's A and B, then multiply them as a batch."""
-    tokens_E, slots_E = routing.token_idx, routing.entry_slots
-    for stack, x_TI, y_TO in zip(layer.weights, layer.x, layer.y, strict=True):
-        x_EI1 = x_TI[tokens_E].unsqueeze(2)
+    tokens, slots = routing.token_idx, routing.entry_slots
+    for stack, x, y in zip(layer.weights, layer.x, layer.y, strict=True):
+        x_by_entry = x[tokens].unsqueeze(2)
         for p, (low, high) in enumerate(stack.out_ranges):
             rank = stack.slot_ranks[0][p]
-            v_Er1 = torch.bmm(stack.lora_a[p][:, :rank][slots_E], x_EI1)
-            delta_EO1 = torch.bmm(stack.lora_b[p][:, :, :rank][slots_E], v_Er1)
-            y_TO[:, low:high].index_add_(0, tokens_E, delta_EO1.squeeze(2))
+            v = torch.bmm(stack.lora_a[p][:, :rank][slots], x_by_entry)
+            delta = torch.bmm(stack.lora_b[p][:, :, :rank][slots], v)
+            y[:, low:high].index_add_(0, tokens, delta.squeeze(2))
 
 
 def apply_operator(layer: Layer, routing: Routing, backend: Backend) -> None:
     """Run `apply_lora_` for each module."""
-    for stack, x_TI, y_TO in zip(layer.weights, layer.x, layer.y, strict=True):
-        apply_lora_(y_TO, x_TI, stack, routing, backend=backend)
+    for stack, x, y in zip(layer.weights, layer.x, layer.y, strict=True):
+        apply_lora_(y, x, stack, routing, backend=backend)
 
 
 def time_case(case: Case, *, num_layers: int, rounds: int, dtype: torch.dtype) -> list[Row]:
