@@ -62,11 +62,11 @@ def imports(session: nox.Session) -> None:
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """Check types: sources strictly, tests without requiring annotations, and this file."""
+    """Check types, strictly: sources, tests, and this file."""
     for package in PACKAGES:
         folder = f"packages/{package}"
         _uv_run(session, "mypy", f"{folder}/src")
-        _uv_run(session, "mypy", "--allow-untyped-defs", "--allow-untyped-calls", f"{folder}/tests")
+        _uv_run(session, "mypy", f"{folder}/tests")
     copy = Path(session.create_tmp()) / "checks.py"
     shutil.copyfile(ROOT / "nox.py", copy)
     _uv_run(session, "mypy", "--config-file", "pyproject.toml", str(copy))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,8 +23,12 @@ from lora_server.model.attention import PagedAttention
 from lora_server.model.attention_step import AttentionStep, DecodeGroup, PrefillChunk
 from lora_server.model.kv_cache import KvCache, KvShape
 
+AUTO_MODEL: Any = AutoModelForCausalLM  # its functions have no annotations
 BLOCK = 4
-SMALL = {
+Models = tuple[Any, Any, PagedAttention, list[KvShape]]
+Row = tuple[list[int], int, list[int]]
+"""Token ids, tokens computed before, block ids."""
+SMALL: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -33,7 +38,7 @@ SMALL = {
     "head_dim": 8,
     "max_position_embeddings": 128,
 }
-CONFIGS = {
+CONFIGS: dict[str, Any] = {
     "llama": LlamaConfig(**SMALL),
     "qwen3": Qwen3Config(**SMALL),
     "mistral-window": MistralConfig(**SMALL, sliding_window=6),
@@ -55,18 +60,16 @@ CONFIGS = {
 
 
 @pytest.fixture(params=CONFIGS, scope="module")
-def models(request):
+def models(request: pytest.FixtureRequest) -> Models:
     """The same weights twice: with eager attention, and with ours over a small cache."""
     config = CONFIGS[request.param]
     torch.manual_seed(7)
-    eager = AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation="eager").eval()
+    eager = AUTO_MODEL.from_config(deepcopy(config), attn_implementation="eager").eval()
     with torch.no_grad():
         for parameter in eager.parameters():
             parameter.normal_(0.0, 0.15)  # unequal, so that a wrong position changes the result
     attention = PagedAttention()
-    paged = AutoModelForCausalLM.from_config(
-        deepcopy(config), attn_implementation=attention.name
-    ).eval()
+    paged = AUTO_MODEL.from_config(deepcopy(config), attn_implementation=attention.name).eval()
     paged.load_state_dict(eager.state_dict())
     with torch.inference_mode():
         one = torch.zeros((1, 1), dtype=torch.int64)
@@ -75,9 +78,13 @@ def models(request):
     return eager, paged, attention, shapes
 
 
-def run_step(paged, attention, plan):
+def run_step(paged: Any, attention: PagedAttention, plan: list[Row]) -> torch.Tensor:
     """Run one packed step; `plan` has (token ids, tokens computed before, block ids) rows."""
-    ids, positions, slots, decode, prefill = [], [], [], [], []
+    ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    decode: list[tuple[int, int, list[int]]] = []
+    prefill: list[PrefillChunk] = []
     row = 0
     for tokens, context, blocks in plan:
         pos = np.arange(context, context + len(tokens))
@@ -96,7 +103,7 @@ def run_step(paged, attention, plan):
                 )
             )
         row += len(tokens)
-    groups = ()
+    groups: tuple[DecodeGroup, ...] = ()
     if decode:
         width = max(context // BLOCK + 1 for _, context, _ in decode)
         padded = [(b + [b[0]] * width)[:width] for _, _, b in decode]
@@ -112,19 +119,21 @@ def run_step(paged, attention, plan):
         token_slots=torch.tensor(np.array(slots)), decode=groups, prefill=tuple(prefill)
     )
     with torch.inference_mode():
-        return paged(
+        logits: torch.Tensor = paged(
             input_ids=torch.tensor([ids]),
             position_ids=torch.tensor(np.array([positions])),
             use_cache=False,
-        ).logits[0]
+        ).logits
+        return logits[0]
 
 
-def expected(eager, tokens):
+def expected(eager: Any, tokens: list[int]) -> torch.Tensor:
     with torch.inference_mode():
-        return eager(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+        logits: torch.Tensor = eager(input_ids=torch.tensor([tokens]), use_cache=False).logits
+        return logits[0]
 
 
-def test_a_packed_step_of_chunks_and_decodes_equals_each_sequence_alone(models):
+def test_a_packed_step_of_chunks_and_decodes_equals_each_sequence_alone(models: Models) -> None:
     eager, paged, attention, shapes = models
     attention.cache = KvCache(
         shapes, num_blocks=24, block_size=BLOCK, dtype=torch.float32, device=torch.device("cpu")
@@ -151,7 +160,7 @@ def test_a_packed_step_of_chunks_and_decodes_equals_each_sequence_alone(models):
     torch.testing.assert_close(third[1], whole["o"][10], atol=2e-5, rtol=1e-4)
 
 
-def test_the_store_returns_what_was_written():
+def test_the_store_returns_what_was_written() -> None:
     shape = KvShape(num_kv_heads=2, head_dim=3, value_head_dim=3)
     cache = KvCache(
         [shape], num_blocks=4, block_size=2, dtype=torch.float32, device=torch.device("cpu")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import aclosing
 from copy import deepcopy
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
@@ -14,10 +15,10 @@ from lora_layers import LoraModelConfig, LoraModelManager
 from lora_server.engine.admission import AdapterAdmission
 from lora_server.engine.driver import Engine
 from lora_server.engine.kv import BlockPool
-from lora_server.engine.messages import FinishReason, PromptLogprobs, RequestFailed
+from lora_server.engine.messages import FinishReason, PromptLogprobs, RequestFailed, SequenceOutput
 from lora_server.engine.request import AdapterUse, GenerationRequest, SamplingParams
 from lora_server.engine.scheduler import SchedulerLimits
-from lora_server.engine.step import EngineCore
+from lora_server.engine.step import EngineCore, EngineStats
 from lora_server.errors import NotReadyError, UnknownAdapterError
 from lora_server.model.attention import PagedAttention
 from lora_server.model.families import PACKED_MODULES
@@ -26,6 +27,17 @@ from lora_server.model.load import LoadedModel
 from lora_weights import load_adapter
 from lora_weights.testing import write_adapter
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from lora_server.engine.messages import EngineOutput
+    from lora_weights import Adapter
+
+Adapters = dict[str, "Adapter"]
+Uses = tuple[tuple[str, float], ...]
+"""(adapter name, scale) of a weighted set."""
+
+AUTO_MODEL: Any = AutoModelForCausalLM  # its functions have no annotations
 VOCAB, BLOCK = 96, 4
 CONFIG = LlamaConfig(
     vocab_size=VOCAB,
@@ -44,9 +56,9 @@ TARGETS = {
 }
 
 
-def base_model():
+def base_model() -> Any:
     torch.manual_seed(11)
-    model = AutoModelForCausalLM.from_config(deepcopy(CONFIG), attn_implementation="eager").eval()
+    model = AUTO_MODEL.from_config(deepcopy(CONFIG), attn_implementation="eager").eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0.0, 0.2)
@@ -54,7 +66,7 @@ def base_model():
 
 
 @pytest.fixture(scope="module")
-def adapters(tmp_path_factory):
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> Adapters:
     """Three adapters on the disk, read."""
     found = {}
     for seed, name in enumerate("abc"):
@@ -67,27 +79,29 @@ def adapters(tmp_path_factory):
 class Oracle:
     """The base with adapters merged in, recomputed whole for every token."""
 
-    def __init__(self, adapters):
+    def __init__(self, adapters: Adapters) -> None:
         self.adapters = adapters
-        self.models = {}
+        self.models: dict[Uses, Any] = {}
 
-    def model(self, uses):
+    def model(self, uses: Uses) -> Any:
         if uses not in self.models:
             model = base_model()
             for name, scale in uses:
                 for path, part in self.adapters[name].parts.items():
+                    assert part.pair is not None
                     delta = part.pair.lora_b.double() @ part.pair.lora_a.double()
                     weight = model.get_submodule(path).weight
                     weight.data = (weight.double() + scale * delta).float()
             self.models[uses] = model
         return self.models[uses]
 
-    def logprobs(self, uses, tokens):
+    def logprobs(self, uses: Uses, tokens: list[int]) -> torch.Tensor:
         with torch.inference_mode():
-            logits = self.model(uses)(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+            output = self.model(uses)(input_ids=torch.tensor([tokens]), use_cache=False)
+        logits: torch.Tensor = output.logits[0]
         return logits.log_softmax(-1)
 
-    def greedy(self, uses, prompt, count):
+    def greedy(self, uses: Uses, prompt: list[int], count: int) -> list[int]:
         tokens = list(prompt)
         for _ in range(count):
             tokens.append(int(self.logprobs(uses, tokens)[-1].argmax()))
@@ -95,11 +109,19 @@ class Oracle:
 
 
 @pytest.fixture(scope="module")
-def oracle(adapters):
+def oracle(adapters: Adapters) -> Oracle:
     return Oracle(adapters)
 
 
-def build_core(adapters, *, blocks=64, budget=16, prefixes=True, slots=2, wait=0.05):
+def build_core(
+    adapters: Adapters,
+    *,
+    blocks: int = 64,
+    budget: int = 16,
+    prefixes: bool = True,
+    slots: int = 2,
+    wait: float = 0.05,
+) -> EngineCore:
     attention = PagedAttention()
     module = base_model()
     module.set_attn_implementation(attention.name)
@@ -108,7 +130,7 @@ def build_core(adapters, *, blocks=64, budget=16, prefixes=True, slots=2, wait=0
         module(input_ids=one, position_ids=one, use_cache=False)
     model = LoadedModel(
         module=module,
-        tokenizer=None,
+        tokenizer=cast("Any", None),  # the engine works on token ids
         attention=attention,
         kv_shapes=tuple(attention.seen[i] for i in range(2)),
         dtype=torch.float32,
@@ -149,8 +171,10 @@ def build_core(adapters, *, blocks=64, budget=16, prefixes=True, slots=2, wait=0
     )
 
 
-def request(name, prompt, adapters, uses=(), **sampling):
-    options = {"max_tokens": 6, "temperature": 0.0} | sampling
+def request(
+    name: str, prompt: list[int], adapters: Adapters, uses: Uses = (), **sampling: Any
+) -> GenerationRequest:
+    options: dict[str, Any] = {"max_tokens": 6, "temperature": 0.0} | sampling
     n = options.pop("n", 1)
     return GenerationRequest(
         request_id=name,
@@ -161,11 +185,11 @@ def request(name, prompt, adapters, uses=(), **sampling):
     )
 
 
-def run(core, requests):
+def run(core: EngineCore, requests: list[GenerationRequest]) -> dict[str, list[Any]]:
     """Run to the end; the outputs of each request in order."""
     for one in requests:
         core.submit(one)
-    outputs = {one.request_id: [] for one in requests}
+    outputs: dict[str, list[Any]] = {one.request_id: [] for one in requests}
     with torch.inference_mode():
         for _ in range(2000):
             if not core.has_work:
@@ -176,12 +200,24 @@ def run(core, requests):
     return outputs
 
 
-def tokens_of(outputs, index=0):
-    return [t for o in outputs if getattr(o, "index", None) == index for t in o.token_ids]
+def leases(stats: EngineStats) -> int:
+    assert stats.cache is not None
+    return stats.cache.num_leases
+
+
+def last(outputs: list[EngineOutput]) -> SequenceOutput:
+    output = outputs[-1]
+    assert isinstance(output, SequenceOutput)
+    return output
+
+
+def tokens_of(outputs: Sequence[EngineOutput], index: int = 0) -> list[int]:
+    mine = [o for o in outputs if isinstance(o, SequenceOutput) and o.index == index]
+    return [token_id for output in mine for token_id in output.token_ids]
 
 
 PROMPTS = [[5, 9, 2, 40, 7, 7, 3, 1, 12], [5, 9, 2, 40, 8], [1], [60, 61, 62, 63, 64, 65, 66]]
-CHOICES = [(), (("a", 1.0),), (("b", 1.0),), (("c", 1.0),), (("a", 0.5), ("b", 0.25))]
+CHOICES: list[Uses] = [(), (("a", 1.0),), (("b", 1.0),), (("c", 1.0),), (("a", 0.5), ("b", 0.25))]
 
 
 @pytest.mark.parametrize(
@@ -195,7 +231,9 @@ CHOICES = [(), (("a", 1.0),), (("b", 1.0),), (("c", 1.0),), (("a", 0.5), ("b", 0
     ],
     ids=["default", "no-prefixes", "small-chunks", "preemption", "three-slots"],
 )
-def test_a_mixed_batch_equals_each_request_alone_with_merged_weights(setting, adapters, oracle):
+def test_a_mixed_batch_equals_each_request_alone_with_merged_weights(
+    setting: dict[str, Any], adapters: Adapters, oracle: Oracle
+) -> None:
     core = build_core(adapters, **setting)
     wanted = [(prompt, uses) for prompt in PROMPTS for uses in CHOICES]
     requests = [
@@ -211,10 +249,10 @@ def test_a_mixed_batch_equals_each_request_alone_with_merged_weights(setting, ad
     if "blocks" in setting:
         assert core.scheduler.num_preemptions > 0
     assert core.pool.num_used == 0
-    assert core.stats().cache.num_leases == 0
+    assert leases(core.stats()) == 0
 
 
-def test_reported_logprobs_are_the_models(adapters, oracle):
+def test_reported_logprobs_are_the_models(adapters: Adapters, oracle: Oracle) -> None:
     core = build_core(adapters)
     prompt, uses = PROMPTS[0], (("a", 1.0),)
 
@@ -237,7 +275,7 @@ def test_reported_logprobs_are_the_models(adapters, oracle):
         assert [t for t, _ in scored.top] == row.topk(2).indices.tolist()
 
 
-def test_prompt_logprobs_alone_need_no_token(adapters):
+def test_prompt_logprobs_alone_need_no_token(adapters: Adapters) -> None:
     core = build_core(adapters)
 
     outputs = run(core, [request("r", PROMPTS[0], adapters, max_tokens=0, prompt_logprobs=0)])["r"]
@@ -247,22 +285,22 @@ def test_prompt_logprobs_alone_need_no_token(adapters):
     assert tokens_of(outputs) == []
 
 
-def test_continuations_draw_for_themselves_and_repeat_with_their_seed(adapters):
-    make = lambda: request(  # noqa: E731
-        "r", PROMPTS[0], adapters, max_tokens=8, temperature=2.0, seed=4, n=3
-    )
+def test_continuations_draw_for_themselves_and_repeat_with_their_seed(adapters: Adapters) -> None:
+    seeded = request("r", PROMPTS[0], adapters, max_tokens=8, temperature=2.0, seed=4, n=3)
 
-    first = run(build_core(adapters), [make()])["r"]
+    first = run(build_core(adapters), [seeded])["r"]
     alone = build_core(adapters, budget=64)
     neighbour = request("x", PROMPTS[3], adapters, (("b", 1.0),), max_tokens=20)
-    second = run(alone, [make(), neighbour])["r"]
+    second = run(alone, [seeded, neighbour])["r"]
 
     texts = [tokens_of(first, i) for i in range(3)]
     assert len({tuple(t) for t in texts}) == 3
     assert texts == [tokens_of(second, i) for i in range(3)]
 
 
-def test_one_requests_failure_leaves_its_neighbours_alone(adapters, oracle):
+def test_one_requests_failure_leaves_its_neighbours_alone(
+    adapters: Adapters, oracle: Oracle
+) -> None:
     core = build_core(adapters, budget=64)
     bad = request("bad", PROMPTS[1], adapters, logit_bias={VOCAB + 5: 1.0})
 
@@ -281,7 +319,7 @@ def test_one_requests_failure_leaves_its_neighbours_alone(adapters, oracle):
     assert core.pool.num_used == 0
 
 
-def test_an_unknown_version_ends_only_its_own_request(adapters, oracle):
+def test_an_unknown_version_ends_only_its_own_request(adapters: Adapters, oracle: Oracle) -> None:
     core = build_core(adapters)
     lost = GenerationRequest(
         request_id="lost",
@@ -297,7 +335,9 @@ def test_an_unknown_version_ends_only_its_own_request(adapters, oracle):
     assert tokens_of(outputs["base"]) == oracle.greedy((), PROMPTS[3], 6)
 
 
-def test_a_stop_token_ends_the_answer_and_is_its_last_token(adapters, oracle):
+def test_a_stop_token_ends_the_answer_and_is_its_last_token(
+    adapters: Adapters, oracle: Oracle
+) -> None:
     expected = oracle.greedy((), PROMPTS[0], 6)
     core = build_core(adapters)
 
@@ -306,13 +346,16 @@ def test_a_stop_token_ends_the_answer_and_is_its_last_token(adapters, oracle):
     )["r"]
 
     assert tokens_of(outputs) == expected[: expected.index(expected[2]) + 1]
-    assert outputs[-1].finish_reason is FinishReason.STOP
+    assert last(outputs).finish_reason is FinishReason.STOP
     assert outputs[-1].stop_token_id == expected[2]
 
 
-def test_a_fetched_adapter_starts_the_requests_that_wait_for_it(adapters, oracle):
+def test_a_fetched_adapter_starts_the_requests_that_wait_for_it(
+    adapters: Adapters, oracle: Oracle
+) -> None:
     core = build_core({k: adapters[k] for k in "ab"})
-    asked = []
+    assert core.adapters is not None
+    asked: list[tuple[str, str]] = []
     core.adapters._fetch = lambda digest, path: asked.append((digest, path))
     late = adapters["c"]
     core.adapters._path_of[late.digest] = "some/folder"
@@ -324,13 +367,14 @@ def test_a_fetched_adapter_starts_the_requests_that_wait_for_it(adapters, oracle
     assert asked == [(late.digest, "some/folder")]
     core.adapters.finish_fetch(late.digest, core.adapters.manager.prepare(late))
 
-    outputs = run(core, [request("base", PROMPTS[1], adapters)])
-    assert tokens_of(outputs["late"]) == oracle.greedy((("c", 1.0),), PROMPTS[0], 6)
-    assert tokens_of(outputs["base"]) == oracle.greedy((), PROMPTS[1], 6)
+    ended = run(core, [request("base", PROMPTS[1], adapters)])
+    assert tokens_of(ended["late"]) == oracle.greedy((("c", 1.0),), PROMPTS[0], 6)
+    assert tokens_of(ended["base"]) == oracle.greedy((), PROMPTS[1], 6)
 
 
-def test_a_failed_fetch_ends_the_requests_that_wait_for_it(adapters):
+def test_a_failed_fetch_ends_the_requests_that_wait_for_it(adapters: Adapters) -> None:
     core = build_core({k: adapters[k] for k in "ab"})
+    assert core.adapters is not None
     late = adapters["c"]
     core.adapters._path_of[late.digest] = "some/folder"
     core.submit(request("late", PROMPTS[0], adapters, (("c", 1.0),)))
@@ -339,39 +383,44 @@ def test_a_failed_fetch_ends_the_requests_that_wait_for_it(adapters):
 
     outputs, _ = core.step()
 
-    assert [type(o) for o in outputs] == [RequestFailed]
-    assert "disk gone" in str(outputs[0].error)
+    (failed,) = outputs
+    assert isinstance(failed, RequestFailed)
+    assert "disk gone" in str(failed.error)
     assert not core.has_work
 
 
 @pytest.fixture
-def engine(adapters):
+def engine(adapters: Adapters) -> Iterator[Engine]:
     engine = Engine(build_core(adapters, budget=64))
     engine.start()
     yield engine
     engine.stop()
 
 
-def test_streams_of_many_requests_come_back_over_the_event_loop(engine, adapters, oracle):
-    async def collect(one):
+def test_streams_of_many_requests_come_back_over_the_event_loop(
+    engine: Engine, adapters: Adapters, oracle: Oracle
+) -> None:
+    async def collect(one: GenerationRequest) -> list[EngineOutput]:
         return [output async for output in engine.generate(one)]
 
-    async def main():
+    async def main() -> list[list[EngineOutput]]:
         wanted = [
             request(f"r{i}", PROMPTS[i % 4], adapters, CHOICES[i % 4], max_tokens=4)
             for i in range(12)
         ]
-        return wanted, await asyncio.gather(*(collect(one) for one in wanted))
+        return await asyncio.gather(*(collect(one) for one in wanted))
 
-    _, results = asyncio.run(main())
+    results = asyncio.run(main())
 
     for i, outputs in enumerate(results):
         assert tokens_of(outputs) == oracle.greedy(CHOICES[i % 4], PROMPTS[i % 4], 4)
-        assert outputs[-1].finish_reason is FinishReason.LENGTH
+        assert last(outputs).finish_reason is FinishReason.LENGTH
 
 
-def test_closing_a_stream_early_frees_its_blocks_and_its_lease(engine, adapters):
-    async def main():
+def test_closing_a_stream_early_frees_its_blocks_and_its_lease(
+    engine: Engine, adapters: Adapters
+) -> None:
+    async def main() -> None:
         long = request("long", PROMPTS[0], adapters, (("a", 1.0),), max_tokens=150)
         async with aclosing(engine.generate(long)) as outputs:
             async for _ in outputs:
@@ -381,12 +430,14 @@ def test_closing_a_stream_early_frees_its_blocks_and_its_lease(engine, adapters)
 
     stats = engine.snapshot()
     assert stats.num_running == stats.num_waiting == stats.kv_blocks_used == 0
-    assert stats.cache.num_leases == 0
+    assert leases(stats) == 0
 
 
-def test_shutdown_ends_running_streams_and_refuses_new_ones(engine, adapters):
-    async def main():
-        outputs = []
+def test_shutdown_ends_running_streams_and_refuses_new_ones(
+    engine: Engine, adapters: Adapters
+) -> None:
+    async def main() -> list[EngineOutput]:
+        outputs: list[EngineOutput] = []
         async for output in engine.generate(request("long", PROMPTS[0], adapters, max_tokens=150)):
             outputs.append(output)
             if len(outputs) == 1:
@@ -397,5 +448,5 @@ def test_shutdown_ends_running_streams_and_refuses_new_ones(engine, adapters):
 
     outputs = asyncio.run(main())
 
-    assert outputs[-1].finish_reason is FinishReason.ABORT
+    assert last(outputs).finish_reason is FinishReason.ABORT
     assert len(outputs) < 150

@@ -12,7 +12,7 @@ from lora_server.engine.prefix import child_key, root_key
 from lora_server.engine.request import AdapterUse
 
 
-def test_hands_out_every_block_once():
+def test_hands_out_every_block_once() -> None:
     pool = BlockPool(5, keeps_prefixes=True)
 
     blocks = pool.allocate(5)
@@ -22,7 +22,7 @@ def test_hands_out_every_block_once():
         pool.allocate(1)
 
 
-def test_a_released_full_block_is_found_again_until_its_room_is_needed():
+def test_a_released_full_block_is_found_again_until_its_room_is_needed() -> None:
     pool = BlockPool(2, keeps_prefixes=True)
     key = child_key(root_key(()), [1, 2])
     (block,) = pool.allocate(1)
@@ -37,7 +37,7 @@ def test_a_released_full_block_is_found_again_until_its_room_is_needed():
     assert pool.find([key]) == []
 
 
-def test_the_least_recently_released_block_is_given_up_first():
+def test_the_least_recently_released_block_is_given_up_first() -> None:
     pool = BlockPool(3, keeps_prefixes=True)
     keys = [child_key(root_key(()), [i]) for i in range(3)]
     blocks = pool.allocate(3)
@@ -51,7 +51,7 @@ def test_the_least_recently_released_block_is_given_up_first():
     assert [bool(pool.find([key])) for key in keys] == [True, False, True]
 
 
-def test_a_shared_block_survives_the_end_of_one_user():
+def test_a_shared_block_survives_the_end_of_one_user() -> None:
     pool = BlockPool(2, keeps_prefixes=True)
     key = child_key(root_key(()), [4])
     blocks = pool.allocate(1)
@@ -64,7 +64,7 @@ def test_a_shared_block_survives_the_end_of_one_user():
     assert pool.num_available == 1
 
 
-def test_without_prefixes_nothing_is_found():
+def test_without_prefixes_nothing_is_found() -> None:
     pool = BlockPool(2, keeps_prefixes=False)
     key = child_key(root_key(()), [4])
     blocks = pool.allocate(1)
@@ -75,12 +75,12 @@ def test_without_prefixes_nothing_is_found():
     assert pool.find([key]) == []
 
 
-def test_a_pool_without_blocks_is_refused():
+def test_a_pool_without_blocks_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 1 block, got 0"):
         BlockPool(0, keeps_prefixes=True)
 
 
-def test_keys_differ_by_adapter_scale_and_every_token_before():
+def test_keys_differ_by_adapter_scale_and_every_token_before() -> None:
     base = root_key(())
     roots = {
         base,
@@ -107,7 +107,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.serial = 0
 
     @rule(count=st.integers(1, 4))
-    def allocate(self, count):
+    def allocate(self, count: int) -> None:
         if self.pool.can_allocate(count):
             self.held.append(self.pool.allocate(count))
         else:
@@ -118,13 +118,13 @@ class PoolMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
-    def release(self, data):
+    def release(self, data: st.DataObject) -> None:
         index = data.draw(st.integers(0, len(self.held) - 1))
         self.pool.release(self.held.pop(index))
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
-    def remember_and_share(self, data):
+    def remember_and_share(self, data: st.DataObject) -> None:
         blocks = data.draw(st.sampled_from(self.held))
         self.serial += 1
         key = child_key(root_key(()), [self.serial])
@@ -135,7 +135,7 @@ class PoolMachine(RuleBasedStateMachine):
             self.held.append(found)
 
     @invariant()
-    def users_add_up(self):
+    def users_add_up(self) -> None:
         used = {block for blocks in self.held for block in blocks}
         assert self.pool.num_used == len(used)
         assert self.pool.num_available == 7 - len(used)

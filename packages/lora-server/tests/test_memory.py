@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from lora_server.errors import StartupError
 from lora_server.memory import free_host_bytes, plan_kv
 
-COMMON = {
+COMMON: dict[str, Any] = {
     "token_bytes": 100,
     "block_size": 16,
     "context_length": 512,
@@ -18,21 +20,21 @@ COMMON = {
 }
 
 
-def test_takes_no_more_than_the_sequences_can_use():
+def test_takes_no_more_than_the_sequences_can_use() -> None:
     budget = plan_kv(**COMMON)
 
     assert budget.num_blocks == 512 // 16 * 4
     assert budget.max_model_len == 512
 
 
-def test_little_memory_shortens_the_longest_sequence():
+def test_little_memory_shortens_the_longest_sequence() -> None:
     budget = plan_kv(**COMMON | {"default_bytes": 16 * 100 * 10 + 7})
 
     assert budget.num_blocks == 10
     assert budget.max_model_len == 160
 
 
-def test_a_given_size_is_used_whole():
+def test_a_given_size_is_used_whole() -> None:
     budget = plan_kv(**COMMON | {"memory_bytes": 16 * 100 * 33 + 5})
 
     assert budget.num_blocks == 33
@@ -47,10 +49,10 @@ def test_a_given_size_is_used_whole():
         ({"memory_bytes": 100}, "holds 0 tokens"),
     ],
 )
-def test_what_cannot_hold_is_refused_with_the_numbers(change, message):
+def test_what_cannot_hold_is_refused_with_the_numbers(change: dict[str, Any], message: str) -> None:
     with pytest.raises(StartupError, match=message):
         plan_kv(**COMMON | change)
 
 
-def test_this_machine_has_free_memory():
+def test_this_machine_has_free_memory() -> None:
     assert free_host_bytes() > 2**20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -12,57 +13,73 @@ from lora_server.engine.request import AdapterUse, GenerationRequest, SamplingPa
 from lora_server.engine.scheduler import Scheduler, SchedulerLimits
 from lora_server.engine.sequence import SequenceState
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from lora_cache import Lease
+
 
 class NoCopies:
-    def place(self, key, value, slot):
+    def place(self, key: str, value: str, slot: int) -> None:
         """Nothing to copy: only residency matters here."""
 
-    def clear(self, slot):
+    def clear(self, slot: int) -> None:
         """Nothing to clear."""
 
 
 class Gate:
     """Adapter admission over a real cache in which every adapter is already in the host tier."""
 
-    def __init__(self, num_slots, names):
-        self.cache = AdapterCache(placer=NoCopies(), num_slots=num_slots, max_host=64)
+    def __init__(self, num_slots: int, names: str) -> None:
+        self.cache: AdapterCache[str, str] = AdapterCache(
+            placer=NoCopies(), num_slots=num_slots, max_host=64
+        )
         for name in names:
             self.cache.register(name, name, size_bytes=1)
 
-    def prefetch(self, sequences):
+    def prefetch(self, sequences: Iterable[SequenceState]) -> None:
         """All are resident."""
 
-    def failure(self, sequence):
+    def failure(self, sequence: SequenceState) -> Exception | None:
         return None
 
-    def forget_failures(self):
+    def forget_failures(self) -> None:
         """None fail."""
 
-    def is_runnable(self, sequence):
+    def is_runnable(self, sequence: SequenceState) -> bool:
         return True
 
-    def can_admit(self, sequence):
+    def can_admit(self, sequence: SequenceState) -> bool:
         return self.cache.can_admit(sequence.adapter_digests)
 
-    def acquire(self, sequence):
+    def acquire(self, sequence: SequenceState) -> Lease[str] | None:
         return self.cache.acquire(sequence.adapter_digests) if sequence.adapters else None
 
-    def is_pinned(self, digest):
+    def is_pinned(self, digest: str) -> bool:
         return self.cache.is_pinned(digest)
 
 
 class Clock:
-    def __init__(self):
+    def __init__(self) -> None:
         self.now = 0.0
 
-    def __call__(self):
+    def __call__(self) -> float:
         return self.now
 
 
 class Bench:
     """A scheduler whose steps are computed by nobody: tokens just appear."""
 
-    def __init__(self, *, blocks=64, budget=16, seqs=8, gate=None, wait=2.0, prefixes=True):
+    def __init__(
+        self,
+        *,
+        blocks: int = 64,
+        budget: int = 16,
+        seqs: int = 8,
+        gate: Gate | None = None,
+        wait: float = 2.0,
+        prefixes: bool = True,
+    ) -> None:
         self.clock = Clock()
         self.pool = BlockPool(blocks, keeps_prefixes=prefixes)
         self.gate = gate
@@ -72,7 +89,13 @@ class Bench:
         self.scheduler = Scheduler(limits=limits, pool=self.pool, adapters=gate, clock=self.clock)
         self.serial = 0
 
-    def add(self, prompt, new, adapter=None, leader=None):
+    def add(
+        self,
+        prompt: int | tuple[int, ...],
+        new: int,
+        adapter: str | None = None,
+        leader: SequenceState | None = None,
+    ) -> SequenceState:
         self.serial += 1
         request = GenerationRequest(
             request_id=f"r{self.serial}",
@@ -85,7 +108,7 @@ class Bench:
         self.scheduler.add(sequence)
         return sequence
 
-    def step(self):
+    def step(self) -> dict[SequenceState, int]:
         chunks = self.scheduler.schedule()
         assert sum(c.num_tokens for c in chunks) <= self.scheduler.limits.max_num_batched_tokens
         for chunk in chunks:
@@ -101,7 +124,7 @@ class Bench:
         return {c.sequence: c.num_tokens for c in chunks}
 
 
-def test_a_long_prompt_is_cut_into_chunks_and_decodes_go_on_beside_it():
+def test_a_long_prompt_is_cut_into_chunks_and_decodes_go_on_beside_it() -> None:
     bench = Bench(budget=8)
     short = bench.add(3, 5)
     bench.step()
@@ -112,7 +135,7 @@ def test_a_long_prompt_is_cut_into_chunks_and_decodes_go_on_beside_it():
     assert steps == [{short: 1, long: 7}, {short: 1, long: 7}, {short: 1, long: 6}]
 
 
-def test_a_prefill_and_decodes_that_fill_the_budget_take_turns():
+def test_a_prefill_and_decodes_that_fill_the_budget_take_turns() -> None:
     bench = Bench(budget=2, prefixes=False)
     decode = bench.add(1, 40)
     bench.step()
@@ -124,7 +147,7 @@ def test_a_prefill_and_decodes_that_fill_the_budget_take_turns():
     assert prefill.num_generated >= 1
 
 
-def test_the_latest_arrival_gives_up_its_blocks_and_comes_back():
+def test_the_latest_arrival_gives_up_its_blocks_and_comes_back() -> None:
     bench = Bench(blocks=4, budget=16, prefixes=False)
     first = bench.add(7, 8)
     second = bench.add(tuple(range(20, 27)), 8)
@@ -140,7 +163,7 @@ def test_the_latest_arrival_gives_up_its_blocks_and_comes_back():
     assert bench.pool.num_used == 0
 
 
-def test_a_known_prefix_is_not_computed_again():
+def test_a_known_prefix_is_not_computed_again() -> None:
     bench = Bench(budget=64)
     bench.add(18, 1)
     bench.step()
@@ -152,7 +175,7 @@ def test_a_known_prefix_is_not_computed_again():
     assert bench.scheduler.prefix_hits == 16
 
 
-def test_a_prefix_is_never_shared_with_another_adapter_or_the_base():
+def test_a_prefix_is_never_shared_with_another_adapter_or_the_base() -> None:
     bench = Bench(budget=64, gate=Gate(2, "ab"))
     bench.add(18, 1, "a")
     bench.step()
@@ -162,7 +185,7 @@ def test_a_prefix_is_never_shared_with_another_adapter_or_the_base():
     assert bench.step() == {base: 18, other: 18}
 
 
-def test_continuations_of_one_request_share_its_prompt_blocks():
+def test_continuations_of_one_request_share_its_prompt_blocks() -> None:
     bench = Bench(budget=64)
     leader = bench.add(18, 3)
     follower = bench.add(18, 3, leader=leader)
@@ -173,7 +196,7 @@ def test_continuations_of_one_request_share_its_prompt_blocks():
     assert second == {leader: 1, follower: 2}
 
 
-def test_a_blocked_adapter_does_not_hold_up_those_behind_it():
+def test_a_blocked_adapter_does_not_hold_up_those_behind_it() -> None:
     bench = Bench(gate=Gate(1, "abc"))
     hot = bench.add(3, 10, "a")
     bench.step()
@@ -185,7 +208,7 @@ def test_a_blocked_adapter_does_not_hold_up_those_behind_it():
     assert cold in bench.scheduler.waiting
 
 
-def test_a_blocked_adapter_starts_within_the_configured_wait():
+def test_a_blocked_adapter_starts_within_the_configured_wait() -> None:
     bench = Bench(gate=Gate(2, "abc"), wait=2.0, seqs=32, budget=64)
     for name in "ab":
         bench.add(3, 1000, name)
@@ -204,7 +227,7 @@ def test_a_blocked_adapter_starts_within_the_configured_wait():
     assert started <= 2.2
 
 
-def test_a_pinned_adapter_is_never_drained():
+def test_a_pinned_adapter_is_never_drained() -> None:
     gate = Gate(2, "abc")
     gate.cache.pin("a")
     bench = Bench(gate=gate, wait=0.5, budget=64)
@@ -222,7 +245,7 @@ def test_a_pinned_adapter_is_never_drained():
     assert loose in bench.scheduler.waiting
 
 
-def test_a_finished_sequence_gives_back_everything():
+def test_a_finished_sequence_gives_back_everything() -> None:
     gate = Gate(1, "a")
     bench = Bench(gate=gate)
     sequence = bench.add(5, 10, "a")
@@ -237,7 +260,7 @@ def test_a_finished_sequence_gives_back_everything():
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_random_traffic_ends_and_leaves_nothing_behind(seed):
+def test_random_traffic_ends_and_leaves_nothing_behind(seed: int) -> None:
     rng = random.Random(seed)
     names = "abcdefgh"
     gate = Gate(rng.choice([1, 2, 3]), names)
@@ -249,7 +272,7 @@ def test_random_traffic_ends_and_leaves_nothing_behind(seed):
         wait=rng.choice([0.0, 0.3, 2.0]),
         prefixes=rng.random() < 0.5,
     )
-    sequences = []
+    sequences: list[SequenceState] = []
     for _ in range(8000):
         bench.clock.now += 0.05
         if len(sequences) < 40 and rng.random() < 0.3:
