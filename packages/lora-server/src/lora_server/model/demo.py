@@ -18,12 +18,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from lora_server.errors import StartupError
+from lora_server.options import cache_folder
 
 BASE_NAME = "SmolLM2-135M-Instruct"
 """Name of the embedded model: the last part of its path, and the base the adapters name."""
-
-DEFAULT_CACHE_DIR = Path("~/.cache/lora-server")
-"""Where converted checkpoints are kept unless the caller says otherwise."""
 
 CONTEXT_LENGTH = 8192
 """Tokens the embedded model was trained for."""
@@ -46,7 +44,7 @@ def prepare_base(*, cache_dir: Path | None = None, progress: Progress | None = N
     processes, only ever see a complete checkpoint; a kept one whose files are damaged is replaced.
 
     Args:
-        cache_dir: parent of the kept checkpoints; `DEFAULT_CACHE_DIR` when `None`.
+        cache_dir: parent of the kept checkpoints; `options.cache_folder()` when `None`.
         progress: told about each stage, on the calling thread.
 
     Returns:
@@ -61,7 +59,7 @@ def prepare_base(*, cache_dir: Path | None = None, progress: Progress | None = N
     source = _find_gguf()
     with source.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    parent = (cache_dir if cache_dir is not None else DEFAULT_CACHE_DIR).expanduser()
+    parent = cache_dir if cache_dir is not None else cache_folder()
     key = f"{digest[:12]}-transformers-{version('transformers')}-r{_REVISION}"
     target = parent / key / BASE_NAME
     if not _is_complete(target):
