@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from lora_kernels import Routing, StackedWeights, build_routing
 from lora_kernels._aten import plan as plan_module
 
 if TYPE_CHECKING:
-    from lora_kernels._aten.plan import Expand, Shrink
+    from lora_kernels._aten.plan import Way
 
 Entry = tuple[int, int, float]
 
@@ -132,10 +132,13 @@ def exact() -> Callable[..., Tensor]:
 
 
 @pytest.fixture
-def force_way(monkeypatch: pytest.MonkeyPatch) -> Callable[[Shrink, Expand], None]:
-    """Take one way through the aten backend whatever it would cost."""
+def force_way(monkeypatch: pytest.MonkeyPatch) -> Callable[[Way, int], None]:
+    """Take one way through the aten backend, with a dense rank of at most so many."""
 
-    def force(shrink: Shrink, expand: Expand) -> None:
-        monkeypatch.setattr(plan_module, "_choose", lambda *_arguments: (shrink, expand))
+    def force(way: Way, dense_rank: int) -> None:
+        def choose(*arguments: Any) -> tuple[Way, int]:
+            return way, min(dense_rank, max(map(max, arguments[-1])))
+
+        monkeypatch.setattr(plan_module, "_choose", choose)
 
     return force

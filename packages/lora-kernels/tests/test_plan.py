@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lora_kernels import StackedWeights, build_routing, route_tokens
-from lora_kernels._aten.plan import Expand, Shrink, plan_apply
+from lora_kernels._aten.plan import Way, plan_apply
 from lora_kernels.testing import random_weights
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def test_decode_over_all_slots_is_one_dense_product_and_bags() -> None:
 
     plan = plan_apply(BFLOAT16, BFLOAT16, stack([16]), routing)
 
-    assert (plan.shrink, plan.expand) == (Shrink.DENSE, Expand.BAGS)
+    assert (plan.way, plan.dense_rank, plan.tails) == (Way.BAGS, 16, ())
 
 
 def test_a_long_prompt_of_one_adapter_is_products_of_its_own_factors() -> None:
@@ -43,7 +43,7 @@ def test_a_long_prompt_of_one_adapter_is_products_of_its_own_factors() -> None:
 
     plan = plan_apply(BFLOAT16, BFLOAT16, stack([16]), routing)
 
-    assert (plan.shrink, plan.expand) == (Shrink.SEGMENTS, Expand.SEGMENTS)
+    assert plan.way is Way.SEGMENTS
 
 
 def test_few_slots_of_many_are_not_computed_densely() -> None:
@@ -51,15 +51,16 @@ def test_few_slots_of_many_are_not_computed_densely() -> None:
 
     plan = plan_apply(BFLOAT16, BFLOAT16, stack([16], num_slots=128), routing)
 
-    assert plan.shrink is Shrink.SEGMENTS
+    assert plan.dense_rank == 0
 
 
 def test_one_large_rank_does_not_make_every_slot_pay_for_it() -> None:
-    routing = route_tokens([0, 1], num_slots=64)
+    routing = route_tokens([t % 8 for t in range(16)], num_slots=8)
 
-    plan = plan_apply(FLOAT32, FLOAT32, stack([8, 64], num_slots=64, dtype=FLOAT32), routing)
+    plan = plan_apply(BFLOAT16, BFLOAT16, stack([8] * 7 + [64]), routing)
 
-    assert plan.shrink is Shrink.SEGMENTS
+    assert (plan.way, plan.dense_rank) == (Way.BAGS, 8)
+    assert [(tail.segment.slot, tail.rank) for tail in plan.tails] == [(7, 64)]
 
 
 @pytest.mark.parametrize(
@@ -75,7 +76,7 @@ def test_long_steps_with_other_dtypes_or_repeated_tokens_go_through_float32(
 
     plan = plan_apply(x, y, stack([64], dtype=w), routing)
 
-    assert plan.expand is Expand.WIDE
+    assert plan.way is Way.WIDE
 
 
 def test_the_plan_is_made_once_a_step_for_modules_of_one_kind() -> None:

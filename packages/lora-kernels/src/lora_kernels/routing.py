@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -105,19 +105,8 @@ class Routing:
         _check_range("seg_slots", seg_slots, num_slots)
         _check_range("token_idx", token_idx, num_tokens)
         _check_finite(scales)
-        segments = _host_segments(token_idx, seg_indptr, seg_slots)
-        has_unit_scales = bool((scales == 1).all())
-        placed = _to_device([token_idx, seg_indptr, seg_slots, scales], torch.device(device))
-        return cls(
-            token_idx=placed[0],
-            seg_indptr=placed[1],
-            seg_slots=placed[2],
-            scales=placed[3],
-            num_tokens=num_tokens,
-            num_slots=num_slots,
-            segments=segments,
-            has_unit_scales=has_unit_scales,
-        )
+        tensors = (token_idx, seg_indptr, seg_slots, scales)
+        return _assemble(tensors, num_tokens, num_slots, torch.device(device))
 
     @property
     def num_entries(self) -> int:
@@ -137,7 +126,12 @@ class Routing:
     @cached_property
     def entry_slots(self) -> Tensor:
         """Slot of each entry, `[E]` int64."""
-        return torch.repeat_interleave(self.seg_slots, self.seg_indptr.diff())
+        return self.seg_slots[self.entry_segments]
+
+    @cached_property
+    def entry_segments(self) -> Tensor:
+        """Segment of each entry, `[E]` int64."""
+        return torch.repeat_interleave(self.seg_indptr.diff())
 
     @cached_property
     def touched_tokens(self) -> Tensor:
@@ -216,15 +210,8 @@ def build_routing(
     seg_slots, counts = torch.unique_consecutive(entry_slots[order], return_counts=True)
     seg_indptr = torch.zeros(seg_slots.shape[0] + 1, dtype=torch.int64)
     torch.cumsum(counts, 0, out=seg_indptr[1:])
-    return Routing.from_segments(
-        token_idx=entry_tokens[order],
-        scales=entry_scales[order],
-        seg_indptr=seg_indptr,
-        seg_slots=seg_slots,
-        num_tokens=num_tokens,
-        num_slots=num_slots,
-        device=device,
-    )
+    tensors = (entry_tokens[order], seg_indptr, seg_slots, entry_scales[order])
+    return _assemble(tensors, num_tokens, num_slots, torch.device(device))
 
 
 def route_tokens(
@@ -268,11 +255,12 @@ def _check_finite(scales: Tensor) -> None:
 
 
 def _check_range(name: str, values: Tensor, bound: int) -> None:
-    outside = values[(values < 0) | (values >= bound)]
-    if outside.numel():
-        raise KernelArgumentError(
-            f"routing: {name} holds {outside[0].item()}, expected 0..{bound - 1}"
-        )
+    if values.numel() == 0:
+        return
+    low, high = (int(value) for value in torch.aminmax(values))
+    if low < 0 or high >= bound:
+        outside = low if low < 0 else high
+        raise KernelArgumentError(f"routing: {name} holds {outside}, expected 0..{bound - 1}")
 
 
 def _check_lengths(
@@ -297,15 +285,36 @@ def _check_segments(seg_indptr: Tensor, seg_slots: Tensor, num_entries: int) -> 
         raise KernelArgumentError(f"routing: seg_slots is {slots}, expected strictly growing slots")
 
 
+def _assemble(
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor],
+    num_tokens: int,
+    num_slots: int,
+    device: torch.device,
+) -> Routing:
+    """Make a routing of checked host tensors: token_idx, seg_indptr, seg_slots, scales."""
+    token_idx, seg_indptr, seg_slots, scales = tensors
+    segments = _host_segments(token_idx, seg_indptr, seg_slots)
+    has_unit_scales = bool((scales == 1).all())
+    token_idx, seg_indptr, seg_slots, scales = _to_device(tensors, device)
+    return Routing(
+        token_idx=token_idx,
+        scales=scales,
+        seg_indptr=seg_indptr,
+        seg_slots=seg_slots,
+        num_tokens=num_tokens,
+        num_slots=num_slots,
+        segments=segments,
+        has_unit_scales=has_unit_scales,
+    )
+
+
 def _host_segments(token_idx: Tensor, seg_indptr: Tensor, seg_slots: Tensor) -> tuple[Segment, ...]:
+    tokens = token_idx.tolist()
     # breaks[i] counts the entries up to i whose token does not follow the entry before.
-    breaks = torch.zeros(token_idx.shape[0] + 1, dtype=torch.int64)
-    if token_idx.shape[0]:
-        torch.cumsum(token_idx.diff() != 1, 0, out=breaks[1:-1])
-    breaks_list, tokens = breaks.tolist(), token_idx.tolist()
+    breaks = [0, *accumulate(b - a != 1 for a, b in pairwise(tokens))]
     segments = []
     for (start, end), slot in zip(pairwise(seg_indptr.tolist()), seg_slots.tolist(), strict=True):
-        is_run = end > start and breaks_list[end - 1] == breaks_list[start]
+        is_run = end > start and breaks[end - 1] == breaks[start]
         first_token = tokens[start] if is_run else None
         segments.append(Segment(slot=slot, start=start, end=end, first_token=first_token))
     return tuple(segments)

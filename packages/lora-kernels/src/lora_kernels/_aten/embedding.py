@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lora_kernels._aten.bags import bags_of
 from lora_kernels._aten.linear import add_bags_, expand_
-from lora_kernels._aten.plan import plan_bags
 from lora_kernels.errors import KernelArgumentError
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ def embedding_lora_(
             f"embedding_lora_: token_ids of adapter tokens reach from {low} to {high}, "
             f"expected 0..{weights.in_features - 1}"
         )
-    ranks = tuple(weights.slot_ranks[segment.slot][0] for segment in routing.segments)
-    bags = plan_bags(weights, routing, (ranks,))
+    ranks = tuple([weights.slot_ranks[segment.slot] for segment in routing.segments])
+    bags = bags_of(weights, routing, ranks)
     row_F = bags.rank * weights.num_slots + bags.slot  # row of A seen as [R * N, V]
     v_F = weights.a_storage.take(row_F * weights.in_features + ids_E[bags.entry])
     if weights.dtype == torch.float16:

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lora_kernels._aten.plan import Expand, Shrink, compute_dtype, plan_apply
+from lora_kernels._aten.plan import Way, compute_dtype, plan_apply
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lora_kernels._aten.plan import Bags
+    from lora_kernels._aten.bags import Bags
+    from lora_kernels._aten.plan import Plan
     from lora_kernels.routing import Routing, Segment
     from lora_kernels.weights import StackedWeights
 
@@ -28,22 +29,16 @@ if TYPE_CHECKING:
 def apply_lora_(y_TO: Tensor, x_TI: Tensor, weights: StackedWeights, routing: Routing) -> Tensor:
     """See `lora_kernels.apply_lora_`."""
     plan = plan_apply(x_TI.dtype, y_TO.dtype, weights, routing)
-    if plan.top_rank == 0:
-        return y_TO
-    if plan.expand is Expand.WIDE:
+    if plan.way is Way.WIDE:
         return expand_(y_TO, shrink(x_TI, weights, routing), weights, routing)
     dtype = compute_dtype(x_TI.dtype, weights.dtype)
     if x_TI.dtype != dtype:
         x_TI = x_TI.to(dtype)
-    dense = None
-    if plan.shrink is Shrink.DENSE:
-        dense = _shrink_dense(x_TI, weights, routing, plan.top_rank)
-    if plan.expand is Expand.SEGMENTS:
-        return _apply_segments_(y_TO, x_TI, dense, weights, routing)
-    assert plan.bags is not None
-    assert plan.take is not None
-    v = _shrink_segments(x_TI, weights, routing, plan.top_rank) if dense is None else dense
-    v_F = v.take(plan.take)
+    if plan.way is Way.SEGMENTS:
+        return _apply_segments_(y_TO, x_TI, weights, routing)
+    if plan.bags is None or plan.take is None:
+        return y_TO
+    v_F = _shrink_factors(x_TI, weights, routing, plan).take(plan.take)
     if plan.scales is not None:
         v_F.mul_(plan.scales)
     return add_bags_(y_TO, v_F, weights, routing, plan.bags)
@@ -92,37 +87,34 @@ def add_bags_(
     return _put_touched_rows_(y_TO, rows_UO, routing)
 
 
-def _shrink_dense(x_TI: Tensor, weights: StackedWeights, routing: Routing, top_rank: int) -> Tensor:
-    """Multiply the touched tokens with the A of every slot: `[T', top_rank, P, N]`.
+def _shrink_factors(x_TI: Tensor, weights: StackedWeights, routing: Routing, plan: Plan) -> Tensor:
+    """Multiply with the first ranks of every slot at once, and with the rest of some slots.
 
-    Columns of slots that a token does not use are computed and never looked at.
+    Of the dense product, columns of slots that a token does not use are never looked at.
     """
-    a_CI = weights.a_storage[:top_rank].flatten(0, 2)
-    return torch.mm(x_TI.narrow(0, *routing.touched_range), a_CI.t())
-
-
-def _shrink_segments(
-    x_TI: Tensor, weights: StackedWeights, routing: Routing, top_rank: int
-) -> Tensor:
-    """Multiply each segment's tokens with its slot's A: `[P, E, top_rank]`, garbage from `r`."""
-    shape = (weights.num_slices, routing.num_entries, top_rank)
-    v_PER = torch.empty(shape, dtype=x_TI.dtype, device=x_TI.device)
-    for segment in routing.segments:
-        x_SI = _take_rows(x_TI, segment, routing)
-        for p, v_Sr in enumerate(_shrink_segment(x_SI, weights, segment.slot)):
-            v_PER[p, segment.start : segment.end, : v_Sr.shape[1]] = v_Sr
-    return v_PER
+    a_RPNI, dense_rank = weights.a_storage, plan.dense_rank
+    x_UI = x_TI.narrow(0, *routing.touched_range)
+    dense_CI = a_RPNI[:dense_rank].flatten(0, 2)
+    if not plan.tails:
+        return torch.mm(x_UI, dense_CI.t())
+    factors = x_TI.new_empty(plan.num_factors)
+    if dense_rank:
+        out = factors[: plan.tails[0].offset].view(x_UI.shape[0], -1)
+        torch.mm(x_UI, dense_CI.t(), out=out)
+    for tail in plan.tails:
+        x_SI = _take_rows(x_TI, tail.segment, routing)
+        a_CI = a_RPNI[dense_rank : tail.rank, :, tail.segment.slot].flatten(0, 1)
+        size = x_SI.shape[0] * a_CI.shape[0]
+        out = factors[tail.offset : tail.offset + size].view(x_SI.shape[0], -1)
+        torch.mm(x_SI, a_CI.t(), out=out)
+    return factors
 
 
 def _apply_segments_(
-    y_TO: Tensor, x_TI: Tensor, dense: Tensor | None, weights: StackedWeights, routing: Routing
+    y_TO: Tensor, x_TI: Tensor, weights: StackedWeights, routing: Routing
 ) -> Tensor:
     for segment in routing.segments:
-        if dense is None:
-            x_SI = _take_rows(x_TI, segment, routing)
-            v_by_slice = _shrink_segment(x_SI, weights, segment.slot)
-        else:
-            v_by_slice = _take_from_dense(dense, segment, weights, routing)
+        v_by_slice = _shrink_segment(_take_rows(x_TI, segment, routing), weights, segment.slot)
         y_SO = _take_rows(y_TO, segment, routing)
         for p, v_Sr in enumerate(v_by_slice):
             rank = v_Sr.shape[1]
@@ -135,21 +127,6 @@ def _apply_segments_(
         if segment.first_token is None:
             y_TO.index_copy_(0, routing.token_idx[segment.start : segment.end], y_SO)
     return y_TO
-
-
-def _take_from_dense(
-    dense: Tensor, segment: Segment, weights: StackedWeights, routing: Routing
-) -> list[Tensor]:
-    """Take a segment's own part of the dense result: for each slice `[S, r]`."""
-    v_TrPN = dense.view(dense.shape[0], -1, weights.num_slices, weights.num_slots)
-    first = routing.touched_range[0]
-    v_TrP = v_TrPN[..., segment.slot]
-    if segment.first_token is not None:
-        v_SrP = v_TrP.narrow(0, segment.first_token - first, segment.end - segment.start)
-    else:
-        v_SrP = v_TrP.index_select(0, routing.token_idx[segment.start : segment.end] - first)
-    v_PSr = v_SrP.permute(2, 0, 1).contiguous()
-    return [v_PSr[p, :, :rank] for p, rank in enumerate(weights.slot_ranks[segment.slot])]
 
 
 def _shrink_segment(x_SI: Tensor, weights: StackedWeights, slot: int) -> list[Tensor]:

@@ -3,9 +3,8 @@
 A plan depends on the routing, on the true ranks of its slots and on the module's sizes, not on
 the numbers in the weights: it is made once a step and kept on the routing for the next layers.
 
-Letters: `T` tokens, `E` entries, `G` segments, `N` slots, `R` max rank, `P` slices, `I` in,
-`O` out, `U` tokens with an entry, `C` chunks of the output, `F` elements: ranks summed over
-entries and chunks.
+Letters: `T` tokens, `E` entries, `G` segments, `N` slots, `P` slices, `I` in, `O` out,
+`F` elements of bags.
 """
 
 from __future__ import annotations
@@ -16,87 +15,66 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lora_kernels._aten.bags import bags_of
 from lora_kernels._aten.costs import costs_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from lora_kernels._aten.bags import Bags, SegmentRanks
     from lora_kernels._aten.costs import Costs
-    from lora_kernels.routing import Routing
+    from lora_kernels.routing import Routing, Segment
     from lora_kernels.weights import StackedWeights
 
-Ranks = tuple[int, ...]
-"""True rank of one slice for each segment, `G` long."""
 
-
-class Shrink(Enum):
-    """The ways from x to the ranks."""
-
-    DENSE = auto()
-    """One product of all tokens with the A of all slots; each entry then takes its own part."""
-
-    SEGMENTS = auto()
-    """One product with A a segment."""
-
-
-class Expand(Enum):
-    """The ways from the ranks to y."""
+class Way(Enum):
+    """The ways through `apply_lora_`."""
 
     BAGS = auto()
-    """Each token sums its own rows of B."""
+    """Few products with A, then each token sums its own rows of B."""
 
     SEGMENTS = auto()
-    """One product with B a segment and slice, written into y."""
+    """A product with A for each segment, and one with B for each of its slices, written into y."""
 
     WIDE = auto()
-    """As `SEGMENTS` through float32 sums, also of the shrink: dtypes differ or tokens repeat."""
+    """As `SEGMENTS`, through float32 sums: dtypes differ, or tokens repeat in a long step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bags:
-    """The pieces of rows of B that each touched token sums.
+class Tail:
+    """A segment whose rank exceeds the dense one: the remaining ranks are a product of its own."""
 
-    The output of a touched token is cut into `C` chunks of one width that divides every slice.
-    Bag `u * C + c` holds the elements of touched token `u` and chunk `c`.
-    """
+    segment: Segment
 
-    starts: Tensor
-    """First element of each bag, `[U * C]` int64."""
+    rank: int
+    """The largest true rank of its slices: the product has `rank - dense_rank` ranks."""
 
-    pieces: Tensor
-    """Row of B seen as `[N * R * C, chunk]`, `[F]` int64."""
-
-    entry: Tensor
-    """Entry of each element, `[F]` int64."""
-
-    slot: Tensor
-    """Slot of each element, `[F]` int64."""
-
-    rank: Tensor
-    """Rank index of each element, `[F]` int64."""
-
-    slice_idx: Tensor
-    """Slice of each element, `[F]` int64."""
+    offset: int
+    """Where its result, `[S, rank - dense_rank, P]`, begins among the factors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """What `apply_lora_` does for one kind of module in one step."""
 
-    shrink: Shrink
-    expand: Expand
+    way: Way
 
-    top_rank: int
-    """The largest true rank of any slot and slice of the step."""
+    dense_rank: int = 0
+    """So many ranks of all slots are one product over all touched tokens, `[T', rank, P, N]`."""
+
+    tails: tuple[Tail, ...] = ()
+
+    num_factors: int = 0
+    """Elements of the dense result and the tails together."""
 
     bags: Bags | None = None
-    """Left out unless the way uses bags."""
+    """Left out unless the way is `BAGS` and some slice is present."""
 
     take: Tensor | None = None
-    """Where the bags' factors lie in the result of the shrink, `[F]` int64."""
+    """Which factor each element of the bags has, `[F]` int64."""
 
     scales: Tensor | None = None
-    """Scale of each factor, `[F]` float32; left out when all are 1."""
+    """Scale of each element, `[F]` float32; left out when all are 1."""
 
 
 def plan_apply(
@@ -107,19 +85,12 @@ def plan_apply(
     key = (x_dtype, y_dtype, weights.layout, ranks)
     plan: Plan | None = routing.derived.get(key)
     if plan is None:
-        by_slice = tuple(zip(*ranks, strict=True))
-        shrink, expand = _choose(x_dtype, y_dtype, weights, routing, by_slice)
-        plan = routing.derived[key] = _build_plan(shrink, expand, weights, routing, by_slice)
+        way, dense_rank = _choose(x_dtype, y_dtype, weights, routing, ranks)
+        plan = Plan(way=way)
+        if way is Way.BAGS and any(map(any, ranks)):
+            plan = _plan_bags(dense_rank, weights, routing, ranks)
+        routing.derived[key] = plan
     return plan
-
-
-def plan_bags(weights: StackedWeights, routing: Routing, by_slice: tuple[Ranks, ...]) -> Bags:
-    """Return the bags for slices whose segments have these true ranks; made at the first call."""
-    key = ("bags", weights.max_rank, weights.out_features, by_slice)
-    bags: Bags | None = routing.derived.get(key)
-    if bags is None:
-        bags = routing.derived[key] = _build_bags(weights, routing, by_slice)
-    return bags
 
 
 def compute_dtype(x_dtype: torch.dtype, weight_dtype: torch.dtype) -> torch.dtype:
@@ -136,116 +107,98 @@ def _choose(
     y_dtype: torch.dtype,
     weights: StackedWeights,
     routing: Routing,
-    by_slice: tuple[Ranks, ...],
-) -> tuple[Shrink, Expand]:
+    ranks: SegmentRanks,
+) -> tuple[Way, int]:
+    """Return the cheapest way, and its dense rank."""
     compute = compute_dtype(x_dtype, weights.dtype)
     if compute != weights.dtype:
-        return Shrink.SEGMENTS, Expand.WIDE
+        return Way.WIDE, 0
     costs = costs_of(compute)
-    dense = _dense_shrink_cost(costs, weights, routing, by_slice)
-    segments = _segment_shrink_cost(costs, weights, routing, by_slice)
-    shrink = Shrink.DENSE if dense < segments else Shrink.SEGMENTS
-    bags, products = _expand_costs(costs, weights, routing, by_slice)
-    if bags < products:
-        return shrink, Expand.BAGS
-    if y_dtype == compute and not routing.has_repeated_tokens:
-        return shrink, Expand.SEGMENTS
-    return Shrink.SEGMENTS, Expand.WIDE
+    candidates = {0, *map(max, ranks)}
+    shrinks = {rank: _shrink_cost(rank, costs, weights, routing, ranks) for rank in candidates}
+    dense_rank = min(candidates, key=lambda rank: (shrinks[rank], rank))
+    bags, products = _expand_costs(costs, weights, routing, ranks)
+    if shrinks[dense_rank] + bags < shrinks[0] + products:
+        return Way.BAGS, dense_rank
+    can_write_through = y_dtype == compute and not routing.has_repeated_tokens
+    return Way.SEGMENTS if can_write_through else Way.WIDE, 0
 
 
-def _dense_shrink_cost(
-    costs: Costs, weights: StackedWeights, routing: Routing, by_slice: tuple[Ranks, ...]
+def _shrink_cost(
+    dense_rank: int,
+    costs: Costs,
+    weights: StackedWeights,
+    routing: Routing,
+    ranks: SegmentRanks,
 ) -> float:
-    top_rank = max(max(ranks) for ranks in by_slice)
-    num_ranks = top_rank * weights.num_slices * weights.num_slots
-    return costs.shrink(routing.touched_range[1], num_ranks, weights.in_features)
-
-
-def _segment_shrink_cost(
-    costs: Costs, weights: StackedWeights, routing: Routing, by_slice: tuple[Ranks, ...]
-) -> float:
+    num_slices, in_features = weights.num_slices, weights.in_features
     total = 0.0
-    for segment, ranks in zip(routing.segments, zip(*by_slice, strict=True), strict=True):
-        rows = segment.end - segment.start
-        total += costs.shrink(rows, sum(ranks), weights.in_features)
+    if dense_rank:
+        num_ranks = dense_rank * num_slices * weights.num_slots
+        total += costs.shrink(routing.touched_range[1], num_ranks, in_features)
+    for segment, by_slice in zip(routing.segments, ranks, strict=True):
+        rest = max(by_slice) - dense_rank
+        if rest > 0:
+            total += costs.shrink(segment.end - segment.start, rest * num_slices, in_features)
     return total
 
 
 def _expand_costs(
-    costs: Costs, weights: StackedWeights, routing: Routing, by_slice: tuple[Ranks, ...]
+    costs: Costs, weights: StackedWeights, routing: Routing, ranks: SegmentRanks
 ) -> tuple[float, float]:
-    """Cost of bags, and of products a segment."""
+    """Return the cost of bags, and that of products for each segment and slice."""
     bags = costs.bag + costs.bag_out * routing.num_entries * weights.total_out_features / 1e3
     products = 0.0
-    for ranks, out in zip(by_slice, weights.out_features, strict=True):
-        for segment, rank in zip(routing.segments, ranks, strict=True):
-            rows = segment.end - segment.start
+    for segment, by_slice in zip(routing.segments, ranks, strict=True):
+        rows = segment.end - segment.start
+        for rank, out in zip(by_slice, weights.out_features, strict=True):
             bags += costs.in_bag(rows, rank, out, weights.chunk)
             products += costs.expand(rows, rank, out) if rank else 0.0
     return bags, products
 
 
-def _build_plan(
-    shrink: Shrink,
-    expand: Expand,
-    weights: StackedWeights,
-    routing: Routing,
-    by_slice: tuple[Ranks, ...],
+def _plan_bags(
+    dense_rank: int, weights: StackedWeights, routing: Routing, ranks: SegmentRanks
 ) -> Plan:
-    top_rank = max(max(ranks) for ranks in by_slice)
-    if expand is not Expand.BAGS or top_rank == 0:
-        return Plan(shrink=shrink, expand=expand, top_rank=top_rank)
-    bags = plan_bags(weights, routing, by_slice)
-    place = _place_in_dense if shrink is Shrink.DENSE else _place_in_segments
+    num_slices = weights.num_slices
+    offset = routing.touched_range[1] * dense_rank * num_slices * weights.num_slots
+    tails = []
+    for segment, rank in zip(routing.segments, map(max, ranks), strict=True):
+        if rank > dense_rank and segment.end > segment.start:
+            tails.append(Tail(segment=segment, rank=rank, offset=offset))
+            offset += (segment.end - segment.start) * (rank - dense_rank) * num_slices
+    bags = bags_of(weights, routing, ranks)
+    place = _place_dense(dense_rank, bags, weights, routing)
+    if tails:
+        in_tail = _place_in_tails(dense_rank, tails, bags, num_slices, routing)
+        place = torch.where(bags.rank < dense_rank, place, in_tail)
     return Plan(
-        shrink=shrink,
-        expand=expand,
-        top_rank=top_rank,
+        way=Way.BAGS,
+        dense_rank=dense_rank,
+        tails=tuple(tails),
+        num_factors=offset,
         bags=bags,
-        take=place(bags, top_rank, weights, routing),
+        take=place,
         scales=None if routing.has_unit_scales else routing.scales[bags.entry],
     )
 
 
-def _build_bags(weights: StackedWeights, routing: Routing, by_slice: tuple[Ranks, ...]) -> Bags:
-    device = routing.device
-    chunk_counts = torch.tensor(weights.out_features, device=device) // weights.chunk
-    num_chunks = weights.total_out_features // weights.chunk
-    slice_of_chunk = torch.repeat_interleave(chunk_counts)
-    # A cell is a pair (entry, chunk), `entry * C + chunk`. Cells are sorted by bag, stable, so
-    # that a token with several entries has them in the order of the routing.
-    bag_of_cell = routing.entry_rows[:, None] * num_chunks + torch.arange(num_chunks, device=device)
-    bag_of_cell, cells = torch.sort(bag_of_cell.flatten(), stable=True)
-    rank_of_segment = torch.tensor(by_slice, device=device)  # [P, G]
-    rank_of_entry = rank_of_segment.repeat_interleave(routing.seg_indptr.diff(), dim=1)
-    cell_entry, cell_chunk = cells // num_chunks, cells % num_chunks
-    counts = rank_of_entry[slice_of_chunk[cell_chunk], cell_entry]
-    firsts = counts.cumsum(0) - counts
-    element_cell = torch.repeat_interleave(counts)
-    rank = torch.arange(element_cell.shape[0], device=device) - firsts[element_cell]
-    entry, chunk = cell_entry[element_cell], cell_chunk[element_cell]
-    slot = routing.entry_slots[entry]
-    opens_bag = torch.ones_like(bag_of_cell, dtype=torch.bool)
-    opens_bag[1:] = bag_of_cell.diff() != 0
-    return Bags(
-        starts=firsts[opens_bag],
-        pieces=(slot * weights.max_rank + rank) * num_chunks + chunk,
-        entry=entry,
-        slot=slot,
-        rank=rank,
-        slice_idx=slice_of_chunk[chunk],
-    )
-
-
-def _place_in_dense(bags: Bags, top_rank: int, weights: StackedWeights, routing: Routing) -> Tensor:
-    """Positions in the dense result, `[T', top_rank, P, N]` from the first touched token on."""
+def _place_dense(dense_rank: int, bags: Bags, weights: StackedWeights, routing: Routing) -> Tensor:
+    """Positions of the elements in `[T', dense_rank, P, N]`; right for ranks below the dense."""
     token = routing.token_idx[bags.entry] - routing.touched_range[0]
-    column = (token * top_rank + bags.rank) * weights.num_slices + bags.slice_idx
+    column = (token * dense_rank + bags.rank) * weights.num_slices + bags.slice_idx
     return column * weights.num_slots + bags.slot
 
 
-def _place_in_segments(
-    bags: Bags, top_rank: int, _weights: StackedWeights, routing: Routing
+def _place_in_tails(
+    dense_rank: int, tails: list[Tail], bags: Bags, num_slices: int, routing: Routing
 ) -> Tensor:
-    """Positions in the segments' result, `[P, E, top_rank]`."""
-    return (bags.slice_idx * routing.num_entries + bags.entry) * top_rank + bags.rank
+    """Positions of the elements in the tails; right for ranks from the dense one on."""
+    # By slot: a slot has one segment. Columns: offset, first entry, ranks of the tail.
+    table = torch.zeros(routing.num_slots, 3, dtype=torch.int64)
+    for tail in tails:
+        row = (tail.offset, tail.segment.start, tail.rank - dense_rank)
+        table[tail.segment.slot] = torch.tensor(row)
+    offset, start, width = table.to(routing.device)[bags.slot].unbind(1)
+    rank = (bags.entry - start) * width + bags.rank - dense_rank
+    return offset + rank * num_slices + bags.slice_idx
