@@ -76,13 +76,13 @@ def build_service(config: ServerConfig) -> RunningService:
     Raises:
         StartupError: with everything that keeps the service from starting.
     """
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
+    num_threads = config.num_threads or torch.get_num_threads()
+    torch.set_num_threads(1)  # all workers belong to the engine's thread, see there
     started = time.perf_counter()
     model = load_model(config.model, dtype=config.dtype, device=config.device)
     manager = _wrap(model, config) if config.enable_lora else None
     core, fetcher = _build_core(config, model, manager)
-    engine = Engine(core)
+    engine = Engine(core, num_threads=num_threads)
     loader = None
     if manager is not None:
         loader = AdapterLoader(

@@ -54,8 +54,18 @@ class Engine:
     `generate`, `call` and `snapshot` may be used from any thread (`generate` from an event loop).
     """
 
-    def __init__(self, core: EngineCore) -> None:
+    def __init__(self, core: EngineCore, *, num_threads: int | None = None) -> None:
+        """Make the engine; `start` starts it.
+
+        Args:
+            core: what it runs.
+            num_threads: threads of one operator on a CPU; None leaves torch's choice. Should be
+                all there are, and other threads of the process should use one: OpenMP keeps a
+                team of workers for each thread that calls torch, and once there are more workers
+                than cores they sleep between operators instead of waiting for the next.
+        """
         self._core = core
+        self._num_threads = num_threads
         self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._streams: dict[str, _Stream] = {}
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -133,6 +143,8 @@ class Engine:
     # -- below: the engine thread ----------------------------------------------------------------
 
     def _run(self) -> None:
+        if self._num_threads is not None:
+            torch.set_num_threads(self._num_threads)
         with torch.inference_mode():
             while True:
                 self._take_commands()
