@@ -52,11 +52,11 @@ def llama(make_world: MakeWorld) -> World:
     return make_world("llama")
 
 
-@pytest.fixture
-def start_server(tmp_path: Path) -> StartServer:
+@pytest.fixture(scope="session")
+def start_server(tmp_path_factory: pytest.TempPathFactory) -> StartServer:
     """Return a function that serves a world: `with start_server(world, *flags) as server`."""
 
     def start(world: World, *flags: str) -> AbstractContextManager[Server]:
-        return serve(world, tmp_path / "server.log", flags)
+        return serve(world, tmp_path_factory.mktemp("server") / "server.log", flags)
 
     return start

@@ -16,6 +16,7 @@ from support.traffic import differences, plan_traffic, run_traffic
 if TYPE_CHECKING:
     from support.fixture_types import MakeWorld, StartServer
     from support.server import Server
+    from support.worlds import World
 
 SMALL_KV_BYTES = 12 * 16 * 2 * 2 * 2 * 16 * 4
 """12 blocks of 16 tokens: 2 layers, keys and values, 2 heads of 16 float32 numbers."""
@@ -79,7 +80,7 @@ def test_mixed_traffic_equals_peft_for_each_adapter_alone(
     first, second = (plan_traffic(world, seed=seed) for seed in (1, 2))
     flags = setting.flags(small_kv_bytes(family))
 
-    with start_server(world, *world.lora_modules, *flags) as server:
+    with start_server(world, *world.lora_modules(), *flags) as server:
         replies = [run_traffic(server.url, plan) for plan in (first, second)]
         preemptions = server.metric("vllm:num_preemptions_total")
         hits = server.metric("vllm:prefix_cache_hits_total")
@@ -100,6 +101,21 @@ def assert_no_step_failed(server: Server) -> None:
 def small_kv_bytes(family: str) -> int:
     """GPT-2 keeps keys and values of all four heads, the others of two."""
     return SMALL_KV_BYTES * (2 if family == "gpt2" else 1)
+
+
+def test_an_adapter_under_another_name_would_be_noticed(
+    llama: World, start_server: StartServer
+) -> None:
+    planned = plan_traffic(llama, seed=3)
+    swapped = {"a09": "a10", "a10": "a09"}
+    modules = [f"{name}={llama.adapters[swapped.get(name, name)]}" for name in llama.adapters]
+
+    with start_server(llama, "--lora-modules", *modules) as server:
+        problems = differences(llama, planned, run_traffic(server.url, planned))
+
+    wrong = [number for number, request in enumerate(planned) if request.adapter in swapped]
+    assert wrong
+    assert [int(problem.split()[1]) for problem in problems] == wrong
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import copy
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft import PeftModel
+from peft.tuners.lora import LoraLayer
 from transformers import AutoModelForCausalLM
 
 if TYPE_CHECKING:
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 NUM_TOP = 5
+
+Choice = str | None | tuple[tuple[str, float], ...]
+"""What answers: an adapter's name, None for the base, or a weighted set of (name, scale)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,16 +49,14 @@ class PeftOracle:
         base_model: nn.Module = AutoModelForCausalLM.from_pretrained(
             base, dtype=torch.float32, attn_implementation="eager"
         )
-        self._models: dict[str | None, nn.Module] = {None: base_model}
-        self._answers: dict[tuple[str | None, tuple[int, ...], int], Answer] = {}
+        self._models: dict[Choice, nn.Module] = {None: base_model}
+        self._answers: dict[tuple[Choice, tuple[int, ...], int], Answer] = {}
 
-    def greedy(
-        self, adapter: str | None, prompt_token_ids: tuple[int, ...], num_tokens: int
-    ) -> Answer:
+    def greedy(self, adapter: Choice, prompt_token_ids: tuple[int, ...], num_tokens: int) -> Answer:
         """Continue a prompt by exactly `num_tokens`, end tokens or not.
 
         Args:
-            adapter: its name, or None for the base.
+            adapter: what answers.
             prompt_token_ids: at least one token.
             num_tokens: length of the answer.
         """
@@ -64,14 +66,14 @@ class PeftOracle:
         return self._answers[key]
 
     def prompt_logprobs(
-        self, adapter: str | None, prompt_token_ids: tuple[int, ...]
+        self, adapter: Choice, prompt_token_ids: tuple[int, ...]
     ) -> tuple[float, ...]:
         """Return the log-probability of each prompt token from the second on."""
         logprobs_TV = self._logits(adapter, prompt_token_ids).log_softmax(dim=-1)
         rows = zip(logprobs_TV, prompt_token_ids[1:], strict=False)
         return tuple(float(row_V[token_id]) for row_V, token_id in rows)
 
-    def _compute(self, adapter: str | None, prompt: tuple[int, ...], num_tokens: int) -> Answer:
+    def _compute(self, adapter: Choice, prompt: tuple[int, ...], num_tokens: int) -> Answer:
         token_ids = list(prompt)
         best: list[tuple[float, ...]] = []
         for _ in range(num_tokens):
@@ -87,20 +89,35 @@ class PeftOracle:
         )
 
     @torch.inference_mode()
-    def _logits(self, adapter: str | None, token_ids: list[int] | tuple[int, ...]) -> Tensor:
+    def _logits(self, adapter: Choice, token_ids: list[int] | tuple[int, ...]) -> Tensor:
         """Run one sequence alone, `[T, V]`."""
         output = self._model(adapter)(input_ids=torch.tensor([list(token_ids)]), use_cache=False)
         logits: Tensor = output.logits[0]
         return logits
 
-    def _model(self, adapter: str | None) -> nn.Module:
+    def _model(self, adapter: Choice) -> nn.Module:
         if adapter not in self._models:
             assert adapter is not None
-            with warnings.catch_warnings():
-                # PEFT comments on heads tied to the embedding, which are meant here.
-                warnings.simplefilter("ignore")
-                model = PeftModel.from_pretrained(
-                    copy.deepcopy(self._models[None]), str(self._adapters[adapter])
-                )
-            self._models[adapter] = model
+            pairs = ((adapter, 1.0),) if isinstance(adapter, str) else adapter
+            self._models[adapter] = self._load(pairs)
         return self._models[adapter]
+
+    def _load(self, pairs: tuple[tuple[str, float], ...]) -> nn.Module:
+        """Let PEFT add up the named adapters, each with its scale, on a copy of the base."""
+        (first, _), *others = pairs
+        base_model = copy.deepcopy(self._models[None])
+        with warnings.catch_warnings():
+            # PEFT comments on heads tied to the embedding, which are meant here.
+            warnings.simplefilter("ignore")
+            model = PeftModel.from_pretrained(
+                base_model, str(self._adapters[first]), adapter_name=first
+            )
+            for name, _ in others:
+                model.load_adapter(str(self._adapters[name]), adapter_name=name)
+        tuner: Any = model.base_model
+        tuner.set_adapter([name for name, _ in pairs])
+        for module in model.modules():
+            if isinstance(module, LoraLayer):
+                for name, scale in pairs:
+                    module.set_scale(name, scale)
+        return model

@@ -34,6 +34,7 @@ BASE_NAME = "tiny"
 READY_WITHIN_S = 120.0
 END_WITHIN_S = 30.0
 _POLL_S = 0.05
+_TIMEOUT_S = 60.0
 _ADDRESS = re.compile(r"Serving .* on (http://\S+)")
 
 
@@ -44,18 +45,21 @@ class Server:
     url: str
     process: ForkServerProcess
     log: Path
+    http: httpx.Client
+    """Connected to it: making a client takes longer than most answers here."""
 
     def metric(self, name: str, **labels: str) -> float:
-        """Sum the samples of a metric that carry the labels; fail when there is none."""
-        text = httpx.get(f"{self.url}/metrics", timeout=30).raise_for_status().text
-        found = [
+        """Sum the samples of a metric that carry the labels; fail when there is no such metric."""
+        text = self.http.get("/metrics").raise_for_status().text
+        families = list(text_string_to_metric_families(text))
+        known = {family.name for family in families}
+        assert name.removesuffix("_total") in known, f"no metric {name} in:\n{text}"
+        return sum(
             sample.value
-            for family in text_string_to_metric_families(text)
+            for family in families
             for sample in family.samples
             if sample.name == name and labels.items() <= sample.labels.items()
-        ]
-        assert found, f"no metric {name} {labels} in:\n{text}"
-        return sum(found)
+        )
 
     def wait_for(self, condition: Callable[[], bool], *, within_s: float = 20.0) -> bool:
         """Ask until the condition holds; say whether it did in time."""
@@ -97,17 +101,39 @@ def serve(world: World, log: Path, flags: Sequence[str]) -> Iterator[Server]:
 @contextmanager
 def running(arguments: Sequence[str], log: Path) -> Iterator[Server]:
     """Run the program until it answers; kill it in the end if it is still there."""
+    process = _start(arguments, log)
+    try:
+        url = _wait_until_ready(process, log)
+        with httpx.Client(base_url=url, timeout=_TIMEOUT_S) as http:
+            http.get("/health").raise_for_status()
+            yield Server(url=url, process=process, log=log, http=http)
+    finally:
+        _end(process)
+
+
+def fail_to_start(arguments: Sequence[str], log: Path) -> tuple[int | None, str]:
+    """Run the program, which is expected to end by itself; return its status and its words."""
+    process = _start(arguments, log)
+    try:
+        process.join(READY_WITHIN_S)
+        return process.exitcode, log.read_text()
+    finally:
+        _end(process)
+
+
+def _start(arguments: Sequence[str], log: Path) -> ForkServerProcess:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["lora_server.cli.build"])
     log.write_bytes(b"")
     process = context.Process(target=run_program, args=(list(arguments), str(log)), daemon=True)
     process.start()
-    try:
-        yield Server(url=_wait_until_ready(process, log), process=process, log=log)
-    finally:
-        if process.is_alive():
-            process.kill()
-        process.join(END_WITHIN_S)
+    return process
+
+
+def _end(process: ForkServerProcess) -> None:
+    if process.is_alive():
+        process.kill()
+    process.join(END_WITHIN_S)
 
 
 def run_program(arguments: list[str], log: str) -> None:
@@ -122,15 +148,13 @@ def run_program(arguments: list[str], log: str) -> None:
 
 
 def _wait_until_ready(process: ForkServerProcess, log: Path) -> str:
-    """Return the address once `/health` answers 200."""
+    """Return the address once the program says that it serves."""
     deadline = time.monotonic() + READY_WITHIN_S
     while time.monotonic() < deadline:
         text = log.read_text(errors="replace")
         assert process.exitcode is None, f"the server ended with {process.exitcode}:\n{text}"
         if match := _ADDRESS.search(text):
-            url = match.group(1)
-            httpx.get(f"{url}/health", timeout=10).raise_for_status()
-            return url
+            return match.group(1)
         time.sleep(_POLL_S)
     raise AssertionError(f"not ready after {READY_WITHIN_S} s:\n{log.read_text()}")
 

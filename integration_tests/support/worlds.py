@@ -22,16 +22,18 @@ class World:
     """Everything about one family."""
 
     family: str
+    folder: Path
+    """Holds everything below."""
     base: Path
     """Folder of the checkpoint."""
     adapters: Mapping[str, Path]
     """Folder of each adapter, by name."""
     oracle: PeftOracle
 
-    @property
-    def lora_modules(self) -> list[str]:
-        """The flag that serves all adapters."""
-        return ["--lora-modules", *(f"{name}={path}" for name, path in self.adapters.items())]
+    def lora_modules(self, *names: str) -> list[str]:
+        """Return the flag that serves the named adapters, or all of them."""
+        chosen = names or tuple(self.adapters)
+        return ["--lora-modules", *(f"{name}={self.adapters[name]}" for name in chosen)]
 
 
 def build_world(family_name: str, folder: Path) -> World:
@@ -47,6 +49,7 @@ def build_world(family_name: str, folder: Path) -> World:
         save_adapter(base, family, recipe, adapters[name], seed=100 + number)
     return World(
         family=family_name,
+        folder=folder,
         base=base_folder,
         adapters=adapters,
         oracle=PeftOracle(base_folder, adapters),
