@@ -53,6 +53,8 @@ class StackedWeights:
         self.lora_b = tuple(b_storage[:, :, i:j].transpose(1, 2) for i, j in self.out_ranges)
         self.slot_ranks: list[tuple[int, ...]] = [(0,) * self.num_slices] * self.num_slots
         self.chunk = math.gcd(*self.out_features)
+        chunk_counts = torch.tensor([out // self.chunk for out in self.out_features])
+        self.slice_of_chunk = torch.repeat_interleave(chunk_counts).to(b_storage.device)
         self.layout = (a_storage.shape, self.out_features, a_storage.dtype)
 
     @classmethod

@@ -59,28 +59,29 @@ def bags_of(weights: StackedWeights, routing: Routing, ranks: SegmentRanks) -> B
 
 def _build_bags(weights: StackedWeights, routing: Routing, ranks: SegmentRanks) -> Bags:
     device = routing.device
-    chunk_counts = torch.tensor(weights.out_features, device=device) // weights.chunk
-    num_chunks = weights.total_out_features // weights.chunk
-    slice_of_chunk = torch.repeat_interleave(chunk_counts)
+    num_chunks = weights.slice_of_chunk.shape[0]
     # A cell is a pair (entry, chunk), `entry * C + chunk`. Cells are sorted by bag, stable, so
     # that a token with several entries has them in the order of the routing.
     bag_of_cell = routing.entry_rows[:, None] * num_chunks + torch.arange(num_chunks, device=device)
     bag_of_cell, cells = torch.sort(bag_of_cell.flatten(), stable=True)
-    cell_entry, cell_chunk = cells // num_chunks, cells % num_chunks
-    rank_of_entry = torch.tensor(ranks, device=device)[routing.entry_segments]
-    counts = rank_of_entry[cell_entry, slice_of_chunk[cell_chunk]]
+    entry, chunk = cells // num_chunks, cells % num_chunks
+    slot, slice_idx = routing.entry_slots[entry], weights.slice_of_chunk[chunk]
+    counts = torch.tensor(ranks, device=device)[routing.entry_segments[entry], slice_idx]
     firsts = counts.cumsum(0) - counts
-    element_cell = torch.repeat_interleave(counts)
-    rank = torch.arange(element_cell.shape[0], device=device) - firsts[element_cell]
-    entry, chunk = cell_entry[element_cell], cell_chunk[element_cell]
-    slot = routing.entry_slots[entry]
-    opens_bag = torch.ones_like(bag_of_cell, dtype=torch.bool)
-    opens_bag[1:] = bag_of_cell.diff() != 0
+    first_piece = slot * (weights.max_rank * num_chunks) + chunk
+    starts = firsts
+    if routing.has_repeated_tokens:
+        opens_bag = torch.ones_like(bag_of_cell, dtype=torch.bool)
+        opens_bag[1:] = bag_of_cell.diff() != 0
+        starts = firsts[opens_bag]
+    by_cell = torch.stack([firsts, first_piece, entry, slot, slice_idx], 1)
+    by_element = by_cell.repeat_interleave(counts, dim=0)
+    rank = torch.arange(by_element.shape[0], device=device) - by_element[:, 0]
     return Bags(
-        starts=firsts[opens_bag],
-        pieces=(slot * weights.max_rank + rank) * num_chunks + chunk,
-        entry=entry,
-        slot=slot,
+        starts=starts,
+        pieces=by_element[:, 1] + rank * num_chunks,
+        entry=by_element[:, 2],
+        slot=by_element[:, 3],
         rank=rank,
-        slice_idx=slice_of_chunk[chunk],
+        slice_idx=by_element[:, 4],
     )
