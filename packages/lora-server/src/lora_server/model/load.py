@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
 
 from lora_server.errors import StartupError
 
@@ -102,6 +103,7 @@ def load_model(path: str, *, dtype: str = "auto", device: str = "auto") -> Loade
     target = torch.device(
         ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     )
+    transformers_logging.disable_progress_bar()  # the log is the operator's
     attention = PagedAttention()
     try:
         config = AutoConfig.from_pretrained(folder)
