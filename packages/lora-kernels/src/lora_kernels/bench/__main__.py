@@ -1,7 +1,8 @@
 """Time the LoRA part of one transformer layer: its packed linear modules, one after the other.
 
 The layers of a model take turns, so that weights come from where they lie in a real step, not
-from the cache that the round before has filled. Baselines: reading the bytes of the slots in use
+from the cache that the round before has filled; activations are shared, since a real step has
+just written them. Baselines: reading the bytes of the slots in use
 once, the layer's own linear products, and the usual gather of each token's A and B with a batched
 product.
 
@@ -75,11 +76,18 @@ class Layer:
     y: tuple[Tensor, ...]
 
 
-def build_layer(case: Case, generator: torch.Generator, dtype: torch.dtype) -> Layer:
-    """Draw slots, base weights and activations of one layer."""
-    stacks, base, x, y = [], [], [], []
-    for in_features, outs in SMOLLM2_135M:
-        stacks.append(
+def build_layers(case: Case, num_layers: int, dtype: torch.dtype) -> list[Layer]:
+    """Draw slots and base weights of some layers, and the activations they share."""
+    generator = torch.Generator().manual_seed(_SEED)
+
+    def draw(rows: int, columns: int) -> Tensor:
+        return torch.randn(rows, columns, generator=generator).to(dtype)
+
+    x = tuple(draw(case.tokens, in_features) for in_features, _ in SMOLLM2_135M)
+    y = tuple(draw(case.tokens, sum(outs)) for _, outs in SMOLLM2_135M)
+    layers = []
+    for _ in range(num_layers):
+        stacks = [
             random_weights(
                 [case.rank] * case.slots,
                 max_rank=MAX_RANK,
@@ -88,15 +96,16 @@ def build_layer(case: Case, generator: torch.Generator, dtype: torch.dtype) -> L
                 dtype=dtype,
                 generator=generator,
             )
-        )
-        base.append(torch.randn(sum(outs), in_features, generator=generator).to(dtype))
-        x.append(torch.randn(case.tokens, in_features, generator=generator).to(dtype))
-        y.append(torch.randn(case.tokens, sum(outs), generator=generator).to(dtype))
-    return Layer(weights=tuple(stacks), base=tuple(base), x=tuple(x), y=tuple(y))
+            for in_features, outs in SMOLLM2_135M
+        ]
+        base = [draw(sum(outs), in_features) for in_features, outs in SMOLLM2_135M]
+        layers.append(Layer(weights=tuple(stacks), base=tuple(base), x=x, y=y))
+    return layers
 
 
-def route(case: Case, generator: torch.Generator) -> Routing:
+def route(case: Case) -> Routing:
     """Route the tokens; those of a prefill lie together by slot, as requests do."""
+    generator = torch.Generator().manual_seed(_SEED)
     slots = slots_by_popularity(
         case.popularity, num_tokens=case.tokens, num_slots=case.slots, generator=generator
     )
@@ -143,9 +152,8 @@ def apply_operator(layer: Layer, routing: Routing, backend: Backend) -> None:
 
 def time_case(case: Case, *, num_layers: int, rounds: int, dtype: torch.dtype) -> list[Row]:
     """Time the operator and its baselines for one kind of step."""
-    generator = torch.Generator().manual_seed(_SEED)
-    layers = [build_layer(case, generator, dtype) for _ in range(num_layers)]
-    routing = route(case, generator)
+    layers = build_layers(case, num_layers, dtype)
+    routing = route(case)
     candidates: dict[str, Callable[[int], object]] = {
         "apply_lora_ aten": lambda i: apply_operator(layers[i % num_layers], routing, Backend.ATEN),
         "read slots once": lambda i: read_slots(layers[i % num_layers], routing),
