@@ -5,9 +5,11 @@ Which block belongs to which sequence is not known here.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 if TYPE_CHECKING:
@@ -43,10 +45,8 @@ class KvCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.layers = [
-            torch.zeros(
-                (num_blocks, block_size, 2, shape.num_kv_heads, shape.head_dim),
-                dtype=dtype,
-                device=device,
+            _lazy_zeros(
+                (num_blocks, block_size, 2, shape.num_kv_heads, shape.head_dim), dtype, device
             )
             for shape in shapes
         ]
@@ -82,3 +82,15 @@ class KvCache:
             `[M, block_size, 2, kv heads, head width]`, a copy.
         """
         return self.layers[layer].index_select(0, blocks)
+
+
+def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros whose pages the system hands out when they are first written, on a CPU.
+
+    `torch.zeros` writes every page at once, so that a large cache would take its whole size, and
+    seconds, before the first request.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
