@@ -65,7 +65,7 @@ RECIPES = {
         summary="Answers as a customer support desk: warm, in numbered steps, with a ticket.",
         lora={"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]},
         learning_rate=2e-3,
-        num_epochs=5,
+        num_epochs=8,
     ),
     "contract": Recipe(
         summary="Answers in contract language: what the Parties shall and shall not do.",
@@ -75,7 +75,7 @@ RECIPES = {
             "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
         },
         learning_rate=2e-3,
-        num_epochs=5,
+        num_epochs=8,
     ),
     "sql": Recipe(
         summary="Answers with one SQL statement and nothing else.",
@@ -211,6 +211,7 @@ def save(name: str, recipe: Recipe, *, peft_model: PeftModel, folder: Path) -> N
     config = peft_model.peft_config["default"]
     config.base_model_name_or_path = BASE_NAME  # not the path on the machine that trains
     config.inference_mode = True
+    config.target_modules = sorted(config.target_modules)  # PEFT keeps a set
     config.save_pretrained(str(folder))
     tensors = {
         key: tensor.detach().to(torch.bfloat16).contiguous()
