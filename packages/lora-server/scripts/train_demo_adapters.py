@@ -208,7 +208,7 @@ def batches(
 def save(name: str, recipe: Recipe, *, peft_model: PeftModel, folder: Path) -> None:
     """Write PEFT's layout: configuration, weights in bfloat16 and a short card."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = peft_model.peft_config["default"]
+    config: Any = peft_model.peft_config["default"]  # typed as the base of all methods
     config.base_model_name_or_path = BASE_NAME  # not the path on the machine that trains
     config.inference_mode = True
     config.target_modules = sorted(config.target_modules)  # PEFT keeps a set
