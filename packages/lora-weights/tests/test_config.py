@@ -3,32 +3,38 @@
 from __future__ import annotations
 
 import json
+from typing import TYPE_CHECKING
 
 import pytest
 
 from lora_weights import AdapterConfig, InvalidAdapterError, ProblemCode
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from lora_weights import Problem
+
 PLAIN = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
 
 
-def problems_of(**fields):
+def problems_of(**fields: object) -> tuple[Problem, ...]:
     with pytest.raises(InvalidAdapterError) as caught:
         AdapterConfig.from_dict({**PLAIN, **fields})
     return caught.value.problems
 
 
-def codes_of(**fields):
+def codes_of(**fields: object) -> list[ProblemCode]:
     return [problem.code for problem in problems_of(**fields)]
 
 
-def test_a_handmade_configuration_gets_pefts_defaults():
+def test_a_handmade_configuration_gets_pefts_defaults() -> None:
     config = AdapterConfig.from_dict(PLAIN)
 
     assert (config.r, config.lora_alpha, config.target_modules) == (8, 16.0, ("q_proj", "v_proj"))
     assert (config.bias, config.use_rslora, config.rank_pattern) == ("none", False, {})
 
 
-def test_missing_required_fields_are_named_together():
+def test_missing_required_fields_are_named_together() -> None:
     with pytest.raises(InvalidAdapterError) as caught:
         AdapterConfig.from_dict({"peft_type": "LORA"})
 
@@ -40,27 +46,27 @@ def test_missing_required_fields_are_named_together():
 
 
 @pytest.mark.parametrize("targets", [None, "all-linear", r".*\.(q|v)_proj", [], ["a.b", "0"]])
-def test_targets_may_be_null_a_pattern_or_any_list(targets):
+def test_targets_may_be_null_a_pattern_or_any_list(targets: list[str] | str | None) -> None:
     config = AdapterConfig.from_dict({**PLAIN, "target_modules": targets})
 
     assert config.target_modules == (tuple(targets) if isinstance(targets, list) else targets)
 
 
-def test_repeated_targets_are_listed_once():
+def test_repeated_targets_are_listed_once() -> None:
     config = AdapterConfig.from_dict({**PLAIN, "target_modules": ["q_proj", "q_proj"]})
 
     assert config.target_modules == ("q_proj",)
 
 
 @pytest.mark.parametrize("kind", ["IA3", "LOHA", "ADALORA", "PROMPT_TUNING", "VERA", "lora", 3])
-def test_other_methods_are_refused_by_name_and_nothing_else_is_said(kind):
+def test_other_methods_are_refused_by_name_and_nothing_else_is_said(kind: object) -> None:
     problems = problems_of(peft_type=kind, init_r=64, strange=True)
 
     assert [problem.code for problem in problems] == [ProblemCode.UNSUPPORTED_TYPE]
     assert repr(kind) in problems[0].found
 
 
-def test_a_file_of_another_library_is_refused_with_the_keys_it_has():
+def test_a_file_of_another_library_is_refused_with_the_keys_it_has() -> None:
     with pytest.raises(InvalidAdapterError) as caught:
         AdapterConfig.from_dict({"base_model": "x", "config": {}})
 
@@ -69,12 +75,12 @@ def test_a_file_of_another_library_is_refused_with_the_keys_it_has():
 
 
 @pytest.mark.parametrize("rank", [0, -1, 8.0, "8", True, None])
-def test_a_rank_is_a_positive_integer(rank):
+def test_a_rank_is_a_positive_integer(rank: object) -> None:
     assert codes_of(r=rank) == [ProblemCode.INVALID_FIELD]
 
 
 @pytest.mark.parametrize("alpha", ["16", True, None, float("nan"), float("inf"), 10**400])
-def test_an_alpha_is_a_finite_number(alpha):
+def test_an_alpha_is_a_finite_number(alpha: object) -> None:
     assert codes_of(lora_alpha=alpha) == [ProblemCode.INVALID_FIELD]
 
 
@@ -92,14 +98,14 @@ def test_an_alpha_is_a_finite_number(alpha):
         ("target_modules", [1]),
     ],
 )
-def test_wrong_values_are_named(field, value):
+def test_wrong_values_are_named(field: str, value: object) -> None:
     problems = problems_of(**{field: value})
 
     assert problems[0].code is ProblemCode.INVALID_FIELD
     assert field in problems[0].tensor
 
 
-def test_too_many_regular_expressions_are_refused_and_many_plain_paths_are_not():
+def test_too_many_regular_expressions_are_refused_and_many_plain_paths_are_not() -> None:
     many = {f"layers.{i}.q_proj": 4 for i in range(500)}
     expressions = {f"layers.{i}.[qk]_proj": 4 for i in range(65)}
 
@@ -107,26 +113,26 @@ def test_too_many_regular_expressions_are_refused_and_many_plain_paths_are_not()
     assert codes_of(rank_pattern=expressions) == [ProblemCode.INVALID_FIELD]
 
 
-def test_null_patterns_are_empty():
+def test_null_patterns_are_empty() -> None:
     config = AdapterConfig.from_dict({**PLAIN, "rank_pattern": None, "alpha_pattern": None})
 
     assert (config.rank_pattern, config.alpha_pattern) == ({}, {})
 
 
 @pytest.mark.parametrize("value", [True, False, None, "gaussian", "eva", "orthogonal", "lora_ga"])
-def test_initialisations_that_leave_the_base_alone_pass(value):
+def test_initialisations_that_leave_the_base_alone_pass(value: object) -> None:
     assert AdapterConfig.from_dict({**PLAIN, "init_lora_weights": value}).init_lora_weights == value
 
 
 @pytest.mark.parametrize("value", ["pissa", "pissa_niter_16", "olora", "corda", "loftq", "new", 1])
-def test_initialisations_that_change_the_base_are_refused(value):
+def test_initialisations_that_change_the_base_are_refused(value: object) -> None:
     problems = problems_of(init_lora_weights=value)
 
     assert [problem.code for problem in problems] == [ProblemCode.UNSUPPORTED_FIELD]
     assert repr(value) in problems[0].found
 
 
-def test_every_reason_is_reported_at_once():
+def test_every_reason_is_reported_at_once() -> None:
     problems = problems_of(r=0, use_dora=True, init_lora_weights="pissa", strange=[1])
 
     text = "\n".join(map(str, problems))
@@ -146,7 +152,7 @@ def test_every_reason_is_reported_at_once():
         (b"version https://git-lfs.github.com/spec/v1\n", "a git-lfs pointer"),
     ],
 )
-def test_a_file_that_is_no_json_object_is_named(tmp_path, content, found):
+def test_a_file_that_is_no_json_object_is_named(tmp_path: Path, content: bytes, found: str) -> None:
     path = tmp_path / "adapter_config.json"
     path.write_bytes(content)
 
@@ -158,14 +164,14 @@ def test_a_file_that_is_no_json_object_is_named(tmp_path, content, found):
     assert str(path) in str(caught.value)
 
 
-def test_a_byte_order_mark_and_windows_line_ends_are_accepted(tmp_path):
+def test_a_byte_order_mark_and_windows_line_ends_are_accepted(tmp_path: Path) -> None:
     path = tmp_path / "adapter_config.json"
     path.write_bytes(b"\xef\xbb\xbf" + json.dumps(PLAIN, indent=1).replace("\n", "\r\n").encode())
 
     assert AdapterConfig.from_json(path).r == 8
 
 
-def test_problems_of_a_file_name_the_file(tmp_path):
+def test_problems_of_a_file_name_the_file(tmp_path: Path) -> None:
     path = tmp_path / "adapter_config.json"
     path.write_text(json.dumps({**PLAIN, "use_dora": True}))
 

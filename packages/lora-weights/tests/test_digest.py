@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -10,22 +11,31 @@ import torch
 from lora_weights import RawAdapter, load_adapter, save_adapter
 from lora_weights.testing import build_raw_adapter
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
 MODULES = {"layers.0.q_proj": (8, 8), "layers.1.q_proj": (8, 8)}
 B = "base_model.model.layers.1.q_proj.lora_B.weight"
 
 
-def digest(folder, *, tensors=None, raw=None, **config):
+def digest(
+    folder: Path,
+    *,
+    tensors: dict[str, torch.Tensor] | None = None,
+    raw: RawAdapter | None = None,
+    **config: object,
+) -> str:
     raw = raw or build_raw_adapter(MODULES, r=4, alpha=8)
     saved = RawAdapter(config={**raw.config, **config}, tensors={**raw.tensors, **(tensors or {})})
     return load_adapter(save_adapter(saved, folder)).digest
 
 
 @pytest.fixture
-def plain(tmp_path):
+def plain(tmp_path: Path) -> str:
     return digest(tmp_path / "plain")
 
 
-def test_it_is_sha256_in_hex(plain):
+def test_it_is_sha256_in_hex(plain: str) -> None:
     assert len(plain) == 64
     assert int(plain, 16) > 0
 
@@ -46,7 +56,9 @@ def test_it_is_sha256_in_hex(plain):
         {"fan_in_fan_out": True},
     ],
 )
-def test_fields_that_change_nothing_do_not_enter(tmp_path, plain, config):
+def test_fields_that_change_nothing_do_not_enter(
+    tmp_path: Path, plain: str, config: dict[str, Any]
+) -> None:
     assert digest(tmp_path / "other", **config) == plain
 
 
@@ -59,15 +71,15 @@ def test_fields_that_change_nothing_do_not_enter(tmp_path, plain, config):
         {"alpha_pattern": {"nothing_of_this_name": 16}},
     ],
 )
-def test_scalings_and_patterns_enter(tmp_path, plain, config):
+def test_scalings_and_patterns_enter(tmp_path: Path, plain: str, config: dict[str, Any]) -> None:
     assert digest(tmp_path / "other", **config) != plain
 
 
-def test_the_order_of_patterns_enters_only_where_it_matters(tmp_path):
+def test_the_order_of_patterns_enters_only_where_it_matters(tmp_path: Path) -> None:
     disjoint = {"layers.0.q_proj": 2.0, "layers.1.q_proj": 3.0}
     overlapping = {"q_proj": 2.0, "layers.1.q_proj": 3.0}
 
-    def both_orders(patterns, name):
+    def both_orders(patterns: dict[str, float], name: str) -> tuple[str, str]:
         turned = dict(reversed(patterns.items()))
         first = digest(tmp_path / f"{name}1", alpha_pattern=patterns)
         return first, digest(tmp_path / f"{name}2", alpha_pattern=turned)
@@ -79,7 +91,7 @@ def test_the_order_of_patterns_enters_only_where_it_matters(tmp_path):
     assert one != other
 
 
-def test_key_order_of_both_files_does_not_enter(tmp_path, plain):
+def test_key_order_of_both_files_does_not_enter(tmp_path: Path, plain: str) -> None:
     raw = build_raw_adapter(MODULES, r=4, alpha=8)
     turned = RawAdapter(
         config=dict(reversed(list(raw.config.items()))),
@@ -89,7 +101,7 @@ def test_key_order_of_both_files_does_not_enter(tmp_path, plain):
     assert digest(tmp_path / "turned", raw=turned) == plain
 
 
-def test_data_order_inside_the_file_does_not_enter(tmp_path, plain):
+def test_data_order_inside_the_file_does_not_enter(tmp_path: Path, plain: str) -> None:
     folder = save_adapter(build_raw_adapter(MODULES, r=4, alpha=8), tmp_path / "moved")
     path = folder / "adapter_model.safetensors"
     content = path.read_bytes()
@@ -108,7 +120,7 @@ def test_data_order_inside_the_file_does_not_enter(tmp_path, plain):
     assert load_adapter(folder).digest == plain
 
 
-def test_every_single_tensor_value_enters(tmp_path, plain):
+def test_every_single_tensor_value_enters(tmp_path: Path, plain: str) -> None:
     raw = build_raw_adapter(MODULES, r=4, alpha=8)
 
     for number, (key, tensor) in enumerate(raw.tensors.items()):
@@ -117,7 +129,7 @@ def test_every_single_tensor_value_enters(tmp_path, plain):
         assert digest(tmp_path / str(number), tensors={key: other}) != plain
 
 
-def test_the_sign_of_zero_and_the_type_enter(tmp_path):
+def test_the_sign_of_zero_and_the_type_enter(tmp_path: Path) -> None:
     raw = build_raw_adapter(MODULES, r=4, alpha=8)
     zero = {B: raw.tensors[B] * 0}
     negative = {B: raw.tensors[B] * -0.0}
@@ -131,7 +143,7 @@ def test_the_sign_of_zero_and_the_type_enter(tmp_path):
     assert len(found) == 3
 
 
-def test_swapping_two_modules_enters(tmp_path, plain):
+def test_swapping_two_modules_enters(tmp_path: Path, plain: str) -> None:
     raw = build_raw_adapter(MODULES, r=4, alpha=8)
     first = B.replace("layers.1", "layers.0")
 
@@ -140,7 +152,7 @@ def test_swapping_two_modules_enters(tmp_path, plain):
     assert swapped != plain
 
 
-def test_the_type_asked_for_does_not_enter(tmp_path, plain):
+def test_the_type_asked_for_does_not_enter(tmp_path: Path, plain: str) -> None:
     folder = save_adapter(build_raw_adapter(MODULES, r=4, alpha=8), tmp_path)
 
     assert load_adapter(folder, dtype=torch.bfloat16).digest == plain

@@ -20,7 +20,7 @@ from lora_weights import (
 LINE = re.compile(r"^( +)(\w+)\((\w+)\)$", re.MULTILINE)
 
 
-def test_drawn_tree_is_the_class_tree():
+def test_drawn_tree_is_the_class_tree() -> None:
     drawn = {name: (len(indent), base) for indent, name, base in LINE.findall(errors.__doc__ or "")}
 
     classes = {
@@ -45,13 +45,13 @@ def test_drawn_tree_is_the_class_tree():
         InvalidAdapterError([], source="x"),
     ],
 )
-def test_every_error_is_an_adapter_error_that_names_its_source(error):
+def test_every_error_is_an_adapter_error_that_names_its_source(error: AdapterError) -> None:
     assert isinstance(error, AdapterError)
     assert getattr(error, "source", None) == "x"
     assert "'x'" in str(error)
 
 
-def test_a_problem_says_where_found_and_expected():
+def test_a_problem_says_where_found_and_expected() -> None:
     problem = Problem(
         code=ProblemCode.SHAPE_MISMATCH,
         module="model.layers.0.self_attn.q_proj",
@@ -64,7 +64,7 @@ def test_a_problem_says_where_found_and_expected():
     assert str(problem) == text
 
 
-def test_one_problem_makes_one_line_and_several_make_a_list():
+def test_one_problem_makes_one_line_and_several_make_a_list() -> None:
     problem = Problem(code=ProblemCode.NO_EFFECT, found="empty")
 
     one = str(InvalidAdapterError([problem], source="a"))
@@ -74,7 +74,7 @@ def test_one_problem_makes_one_line_and_several_make_a_list():
     assert three.splitlines() == ["adapter 'a': 3 problems", *["  the adapter is empty"] * 3]
 
 
-def test_a_long_list_is_cut_in_the_text_and_whole_in_the_attribute():
+def test_a_long_list_is_cut_in_the_text_and_whole_in_the_attribute() -> None:
     problems = [Problem(code=ProblemCode.NO_EFFECT, found=str(i)) for i in range(60)]
 
     error = InvalidAdapterError(problems)

@@ -71,12 +71,12 @@ ACTIVE = {
 }
 
 
-def test_the_fields_that_peft_writes_are_all_classed_and_pass_with_their_defaults():
+def test_the_fields_that_peft_writes_are_all_classed_and_pass_with_their_defaults() -> None:
     assert set(PEFT_DEFAULTS) <= set(FIELDS)
     assert check_fields(PEFT_DEFAULTS) == []
 
 
-def test_every_refused_field_has_a_reason_and_an_active_value_in_this_test():
+def test_every_refused_field_has_a_reason_and_an_active_value_in_this_test() -> None:
     refused = {name for name, rule in FIELDS.items() if rule.field_class is FieldClass.REFUSED}
 
     assert refused == set(ACTIVE)
@@ -84,7 +84,7 @@ def test_every_refused_field_has_a_reason_and_an_active_value_in_this_test():
 
 
 @pytest.mark.parametrize("name", sorted(ACTIVE))
-def test_refused_fields_are_named_while_active(name):
+def test_refused_fields_are_named_while_active(name: str) -> None:
     problems = check_fields({**PEFT_DEFAULTS, name: ACTIVE[name]})
 
     assert [problem.code for problem in problems] == [ProblemCode.UNSUPPORTED_FIELD]
@@ -92,24 +92,24 @@ def test_refused_fields_are_named_while_active(name):
 
 
 @pytest.mark.parametrize("value", [None, False, "", [], {}])
-def test_an_unknown_field_passes_when_null_false_or_empty(value):
+def test_an_unknown_field_passes_when_null_false_or_empty(value: object) -> None:
     assert check_fields({"from_the_future": value}) == []
 
 
 @pytest.mark.parametrize("value", [True, 0, 1.5, "x", [0], {"a": None}])
-def test_an_unknown_field_is_refused_by_name_when_active(value):
+def test_an_unknown_field_is_refused_by_name_when_active(value: object) -> None:
     problems = check_fields({"from_the_future": value})
 
     assert [problem.code for problem in problems] == [ProblemCode.UNKNOWN_FIELD]
     assert "from_the_future" in problems[0].tensor
 
 
-def test_a_long_value_is_cut_in_the_problem():
+def test_a_long_value_is_cut_in_the_problem() -> None:
     problems = check_fields({"from_the_future": "x" * 10_000})
 
     assert len(str(problems[0])) < 300
 
 
-def test_the_off_value_of_a_field_is_not_active():
+def test_the_off_value_of_a_field_is_not_active() -> None:
     assert not is_active("bias", "none")
     assert is_active("bias", "all")

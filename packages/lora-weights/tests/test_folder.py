@@ -12,7 +12,7 @@ from lora_weights.sources.folder import find_files, resolve_folder
 
 
 @pytest.fixture
-def adapter(tmp_path):
+def adapter(tmp_path: Path) -> Path:
     folder = tmp_path / "my adapter"
     folder.mkdir()
     (folder / "adapter_config.json").write_text(json.dumps({}))
@@ -20,12 +20,14 @@ def adapter(tmp_path):
     return folder
 
 
-def test_every_spelling_of_a_folder_finds_it(adapter, monkeypatch):
+def test_every_spelling_of_a_folder_finds_it(
+    adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     link = adapter.parent / "link"
     link.symlink_to(adapter)
     monkeypatch.chdir(adapter.parent)
     monkeypatch.setenv("HOME", str(adapter.parent))
-    spellings = [
+    spellings: list[str | Path] = [
         adapter,
         str(adapter),
         f"{adapter}/",
@@ -45,45 +47,45 @@ def test_every_spelling_of_a_folder_finds_it(adapter, monkeypatch):
 
 
 @pytest.mark.parametrize("source", ["s3://bucket/a", "https://host/a", "file://host/a", "hf://o/n"])
-def test_sources_elsewhere_are_refused(source):
+def test_sources_elsewhere_are_refused(source: str) -> None:
     with pytest.raises(SourceError, match="only folders on this machine"):
         resolve_folder(source)
 
 
-def test_a_missing_folder_is_named():
+def test_a_missing_folder_is_named() -> None:
     with pytest.raises(AdapterNotFoundError, match="there is no folder /no/such/adapter"):
         find_files("/no/such/adapter")
 
 
 @pytest.mark.parametrize("source", ["", "~nobody-of-this-name/adapter", "org/name"])
-def test_what_names_no_folder_is_not_found(source):
+def test_what_names_no_folder_is_not_found(source: str) -> None:
     with pytest.raises(AdapterNotFoundError):
         find_files(source)
 
 
-def test_a_file_in_place_of_a_folder_is_named(adapter):
+def test_a_file_in_place_of_a_folder_is_named(adapter: Path) -> None:
     with pytest.raises(AdapterNotFoundError, match="is a file"):
         find_files(adapter / "adapter_model.safetensors")
 
 
-def test_an_empty_folder_says_what_was_expected(tmp_path):
+def test_an_empty_folder_says_what_was_expected(tmp_path: Path) -> None:
     with pytest.raises(AdapterNotFoundError, match=r"is empty, expected adapter_config\.json"):
         find_files(tmp_path)
 
 
-def test_a_folder_without_configuration_lists_what_it_holds(tmp_path):
+def test_a_folder_without_configuration_lists_what_it_holds(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"")
 
     with pytest.raises(AdapterNotFoundError, match=r"it holds model\.safetensors"):
         find_files(tmp_path)
 
 
-def test_an_adapter_one_folder_deeper_is_hinted_at(adapter):
+def test_an_adapter_one_folder_deeper_is_hinted_at(adapter: Path) -> None:
     with pytest.raises(AdapterNotFoundError, match="in the sub-folder my adapter"):
         find_files(adapter.parent)
 
 
-def test_weight_files_are_searched_in_order(adapter):
+def test_weight_files_are_searched_in_order(adapter: Path) -> None:
     (adapter / "adapter_model.bin").write_bytes(b"")
     (adapter / "adapter_model.pt").write_bytes(b"")
 
@@ -95,7 +97,7 @@ def test_weight_files_are_searched_in_order(adapter):
     assert order == ["adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt"]
 
 
-def test_parts_of_a_sharded_checkpoint_are_listed(tmp_path):
+def test_parts_of_a_sharded_checkpoint_are_listed(tmp_path: Path) -> None:
     names = [
         "adapter_config.json",
         "adapter_model-00001-of-00002.safetensors",

@@ -38,7 +38,7 @@ print([name for name in {BLOCKED!r} if name in sys.modules])
 """
 
 
-def test_package_works_without_the_libraries_it_does_not_declare():
+def test_package_works_without_the_libraries_it_does_not_declare() -> None:
     result = subprocess.run(
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False
     )

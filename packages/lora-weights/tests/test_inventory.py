@@ -12,11 +12,11 @@ from lora_weights.tensor_format import TensorEntry
 CONFIG = AdapterConfig(r=2, lora_alpha=2.0)
 
 
-def entry(key):
+def entry(key: str) -> TensorEntry:
     return TensorEntry(key, "F32", (2, 2), 0, 16)
 
 
-def test_pairs_come_sorted_by_module_whatever_the_order_of_the_keys():
+def test_pairs_come_sorted_by_module_whatever_the_order_of_the_keys() -> None:
     keys = [f"{name}.lora_{part}.weight" for name in ("b", "a.c", "a.b") for part in "BA"]
 
     inventory = take_inventory(map(entry, keys), CONFIG)
@@ -26,7 +26,7 @@ def test_pairs_come_sorted_by_module_whatever_the_order_of_the_keys():
     assert not inventory.has_more
 
 
-def test_a_declared_expert_adapter_is_not_named_for_each_tensor():
+def test_a_declared_expert_adapter_is_not_named_for_each_tensor() -> None:
     declared = AdapterConfig(
         r=2, lora_alpha=2.0, raw={"target_parameters": ["mlp.experts.gate_up_proj"]}
     )
@@ -40,7 +40,7 @@ def test_a_declared_expert_adapter_is_not_named_for_each_tensor():
     assert [problem.module for problem in named.problems] == ["mlp.experts"]
 
 
-def test_embedding_and_linear_factors_do_not_mix():
+def test_embedding_and_linear_factors_do_not_mix() -> None:
     inventory = take_inventory([entry("e.lora_A.weight"), entry("e.lora_embedding_B")], CONFIG)
 
     assert inventory.pairs == ()
@@ -63,7 +63,7 @@ PIECES = st.sampled_from(
 
 
 @given(st.sets(st.lists(PIECES, min_size=1, max_size=5).map(".".join), max_size=8))
-def test_every_tensor_is_in_a_pair_or_a_copy_or_named(keys):
+def test_every_tensor_is_in_a_pair_or_a_copy_or_named(keys: set[str]) -> None:
     inventory = take_inventory(map(entry, sorted(keys)), CONFIG)
 
     placed = {e.key for pair in inventory.pairs for e in (pair.lora_a, pair.lora_b)}

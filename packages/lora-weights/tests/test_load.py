@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -15,29 +16,45 @@ from lora_weights import (
 from lora_weights.save import RawAdapter
 from lora_weights.testing import build_raw_adapter, llama_modules, pair_of, write_adapter
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+    from pathlib import Path
+
+    from lora_weights import Adapter
+
 MODULES = llama_modules()
 Q = "model.layers.0.self_attn.q_proj"
 A = f"base_model.model.{Q}.lora_A.weight"
 B = f"base_model.model.{Q}.lora_B.weight"
 
 
-def changed(raw, *, drop=(), add=None, **config):
+def changed(
+    raw: RawAdapter,
+    *,
+    drop: Collection[str] = (),
+    add: dict[str, torch.Tensor] | None = None,
+    **config: object,
+) -> RawAdapter:
     tensors = {key: tensor for key, tensor in raw.tensors.items() if key not in drop}
     return RawAdapter(config={**raw.config, **config}, tensors={**tensors, **(add or {})})
 
 
-def assert_product(adapter, raw, scaling, tolerance=1e-6):
+def assert_product(
+    adapter: Adapter, raw: RawAdapter, scaling: Callable[[str], float], tolerance: float = 1e-6
+) -> None:
     for path in adapter.parts:
         pair = pair_of(adapter.parts, path)
         stored_a = raw.tensors[f"base_model.model.{path}.lora_A.weight"].double()
         stored_b = raw.tensors[f"base_model.model.{path}.lora_B.weight"].double()
         exact = scaling(path) * stored_b @ stored_a
         found = pair.lora_b.double() @ pair.lora_a.double()
-        assert torch.allclose(found, exact, rtol=tolerance, atol=tolerance * exact.abs().max())
+        assert torch.allclose(
+            found, exact, rtol=tolerance, atol=tolerance * exact.abs().max().item()
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_the_product_is_that_of_float64_arithmetic(tmp_path, dtype):
+def test_the_product_is_that_of_float64_arithmetic(tmp_path: Path, dtype: torch.dtype) -> None:
     raw = build_raw_adapter(MODULES, r=6, alpha=7.0, dtype=dtype)
 
     adapter = load_adapter(save_adapter(raw, tmp_path))
@@ -47,7 +64,7 @@ def test_the_product_is_that_of_float64_arithmetic(tmp_path, dtype):
     assert_product(adapter, raw, lambda _: 7 / 6, tolerance=2 * torch.finfo(dtype).eps)
 
 
-def test_rslora_and_patterns_enter_the_product(tmp_path):
+def test_rslora_and_patterns_enter_the_product(tmp_path: Path) -> None:
     raw = build_raw_adapter(
         MODULES,
         r=4,
@@ -59,7 +76,7 @@ def test_rslora_and_patterns_enter_the_product(tmp_path):
 
     adapter = load_adapter(save_adapter(raw, tmp_path))
 
-    def scaling(path):
+    def scaling(path: str) -> float:
         rank = 9 if path.endswith("q_proj") else 2 if ".1." in path else 4
         alpha = 5.0 if path == Q else 1.0 if path.endswith("up_proj") else 3.0
         return alpha / math.sqrt(rank)
@@ -69,7 +86,7 @@ def test_rslora_and_patterns_enter_the_product(tmp_path):
     assert_product(adapter, raw, scaling)
 
 
-def test_rslora_equals_its_twin_with_a_larger_alpha(tmp_path):
+def test_rslora_equals_its_twin_with_a_larger_alpha(tmp_path: Path) -> None:
     rslora = write_adapter(tmp_path / "a", MODULES, r=16, alpha=16, use_rslora=True)
     twin = write_adapter(tmp_path / "b", MODULES, r=16, alpha=64)
 
@@ -81,7 +98,7 @@ def test_rslora_equals_its_twin_with_a_larger_alpha(tmp_path):
 
 
 @pytest.mark.parametrize("stored", [torch.float64, torch.float32, torch.float16])
-def test_scaling_is_folded_in_float32_before_the_cast(tmp_path, stored):
+def test_scaling_is_folded_in_float32_before_the_cast(tmp_path: Path, stored: torch.dtype) -> None:
     raw = build_raw_adapter({"q_proj": (64, 64)}, r=8, alpha=10, dtype=stored)
 
     adapter = load_adapter(save_adapter(raw, tmp_path), dtype=torch.bfloat16)
@@ -94,13 +111,13 @@ def test_scaling_is_folded_in_float32_before_the_cast(tmp_path, stored):
     assert torch.all((pair.lora_b.double() - exact).abs() <= bound)
 
 
-def test_float64_is_held_in_float32(tmp_path):
+def test_float64_is_held_in_float32(tmp_path: Path) -> None:
     folder = write_adapter(tmp_path, {"q_proj": (8, 8)}, dtype=torch.float64)
 
     assert pair_of(load_adapter(folder).parts, "q_proj").lora_a.dtype == torch.float32
 
 
-def test_embedding_pairs_keep_pefts_form(tmp_path):
+def test_embedding_pairs_keep_pefts_form(tmp_path: Path) -> None:
     raw = build_raw_adapter({"lm_head": (64, 128)}, r=4, alpha=4, embeddings={"embed": (128, 64)})
 
     adapter = load_adapter(save_adapter(raw, tmp_path))
@@ -122,7 +139,9 @@ def test_embedding_pairs_keep_pefts_form(tmp_path):
     ],
     ids=["bare", "module", "default", "lora", "compiled"],
 )
-def test_spellings_of_the_keys_change_neither_parts_nor_digest(tmp_path, rename):
+def test_spellings_of_the_keys_change_neither_parts_nor_digest(
+    tmp_path: Path, rename: Callable[[str], str]
+) -> None:
     raw = build_raw_adapter(MODULES)
     renamed = RawAdapter(
         config=raw.config, tensors={rename(key): tensor for key, tensor in raw.tensors.items()}
@@ -135,7 +154,7 @@ def test_spellings_of_the_keys_change_neither_parts_nor_digest(tmp_path, rename)
     assert first.digest == second.digest
 
 
-def test_memory_holds_the_tensors_once(tmp_path):
+def test_memory_holds_the_tensors_once(tmp_path: Path) -> None:
     folder = write_adapter(tmp_path, MODULES, r=4)
 
     adapter = load_adapter(folder)
@@ -147,7 +166,7 @@ def test_memory_holds_the_tensors_once(tmp_path):
     assert sum(storages.values()) == adapter.nbytes
 
 
-def test_a_copy_of_the_base_weight_is_kept_apart(tmp_path):
+def test_a_copy_of_the_base_weight_is_kept_apart(tmp_path: Path) -> None:
     raw = build_raw_adapter({"lm_head": (8, 16)}, r=2)
     copy = torch.randn(16, 8)
     raw = changed(raw, add={"base_model.model.lm_head.base_layer.weight": copy})
@@ -158,13 +177,13 @@ def test_a_copy_of_the_base_weight_is_kept_apart(tmp_path):
     assert torch.equal(adapter.base_copies["lm_head"], copy)
 
 
-def test_tensors_outside_target_modules_are_applied(tmp_path):
+def test_tensors_outside_target_modules_are_applied(tmp_path: Path) -> None:
     folder = write_adapter(tmp_path, MODULES, target_modules=["nothing"], layers_to_transform=[7])
 
     assert set(load_adapter(folder).parts) == set(MODULES)
 
 
-def test_pickle_needs_permission_and_then_gives_the_same_adapter(tmp_path):
+def test_pickle_needs_permission_and_then_gives_the_same_adapter(tmp_path: Path) -> None:
     raw = build_raw_adapter(MODULES)
     folder = save_adapter(raw, tmp_path / "a")
     pickled = save_adapter(raw, tmp_path / "b")

@@ -12,12 +12,12 @@ from lora_weights import Adapter, AdapterConfig, FullModule, LoraPair, ModulePar
 PAIR = LoraPair(lora_a=torch.ones(3, 8), lora_b=torch.ones(5, 3))
 
 
-def test_a_pair_knows_its_sizes():
+def test_a_pair_knows_its_sizes() -> None:
     assert (PAIR.rank, PAIR.in_features, PAIR.out_features) == (3, 8, 5)
     assert PAIR.nbytes == 4 * (24 + 15)
 
 
-def test_a_part_counts_everything_it_has():
+def test_a_part_counts_everything_it_has() -> None:
     full = FullModule(weight=torch.ones(2, 3), bias=torch.ones(2))
     part = ModulePart(pair=PAIR, bias=torch.ones(5), magnitude=torch.ones(5))
 
@@ -27,7 +27,7 @@ def test_a_part_counts_everything_it_has():
     assert ModulePart().nbytes == 0
 
 
-def test_an_adapter_adds_up_its_parts():
+def test_an_adapter_adds_up_its_parts() -> None:
     parts = {"a": ModulePart(pair=PAIR), "b": ModulePart(bias=torch.ones(5))}
 
     adapter = Adapter(
@@ -38,7 +38,7 @@ def test_an_adapter_adds_up_its_parts():
 
 
 @pytest.mark.parametrize("value", [PAIR, ModulePart(), FullModule(weight=torch.ones(1))])
-def test_values_are_frozen(value):
+def test_values_are_frozen(value: LoraPair | ModulePart | FullModule) -> None:
     name = dataclasses.fields(value)[0].name
 
     with pytest.raises(dataclasses.FrozenInstanceError):

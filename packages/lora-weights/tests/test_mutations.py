@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -13,12 +14,15 @@ from lora_weights import inspect_adapter, load_adapter, save_adapter
 from lora_weights.save import RawAdapter
 from lora_weights.testing import build_raw_adapter, write_adapter
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
 Q = "model.layers.0.self_attn.q_proj"
 V = "model.layers.0.self_attn.v_proj"
 
 
 @pytest.fixture(scope="module")
-def sound(tmp_path_factory):
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     modules = {Q: (8, 8), V: (8, 4)}
     return write_adapter(tmp_path_factory.mktemp("sound"), modules, r=2)
 
@@ -28,7 +32,7 @@ ANY_NAME = st.from_regex(r"[a-zA-Z_.0-9]{1,30}", fullmatch=True)
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(data=st.data())
-def test_a_renamed_key_is_placed_or_named(sound, tmp_path, data):
+def test_a_renamed_key_is_placed_or_named(sound: Path, tmp_path: Path, data: st.DataObject) -> None:
     raw = build_raw_adapter({Q: (8, 8), V: (8, 4)}, r=2)
     key = data.draw(st.sampled_from(sorted(raw.tensors)))
     start = data.draw(st.integers(0, len(key)))
@@ -52,7 +56,9 @@ def test_a_renamed_key_is_placed_or_named(sound, tmp_path, data):
     content=st.binary(min_size=1, max_size=8),
     cut=st.booleans(),
 )
-def test_damaged_bytes_are_an_error_or_another_digest(sound, tmp_path, position, content, cut):
+def test_damaged_bytes_are_an_error_or_another_digest(
+    sound: Path, tmp_path: Path, position: float, content: bytes, cut: bool
+) -> None:
     shutil.copy(sound / "adapter_config.json", tmp_path)
     data = bytearray((sound / "adapter_model.safetensors").read_bytes())
     start = int(position * len(data))
@@ -78,7 +84,9 @@ JSON = st.recursive(
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(data=st.data(), value=JSON)
-def test_any_value_in_any_field_loads_or_is_a_problem(sound, tmp_path, data, value):
+def test_any_value_in_any_field_loads_or_is_a_problem(
+    sound: Path, tmp_path: Path, data: st.DataObject, value: object
+) -> None:
     config = json.loads((sound / "adapter_config.json").read_text())
     field = data.draw(st.sampled_from([*sorted(config), "rank_pattern", "alpha_pattern", "other"]))
     shutil.copy(sound / "adapter_model.safetensors", tmp_path)

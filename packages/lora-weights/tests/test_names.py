@@ -23,11 +23,11 @@ Q = "model.layers.0.self_attn.q_proj"
         "base_model.model.model.layers.0._checkpoint_wrapped_module.self_attn.q_proj.lora_A.weight",
     ],
 )
-def test_prefixes_and_wrappers_are_removed(key):
+def test_prefixes_and_wrappers_are_removed(key: str) -> None:
     assert parse_key(key) == ParsedKey(Q, Part.LORA_A)
 
 
-def test_one_peft_prefix_is_removed_and_no_more():
+def test_one_peft_prefix_is_removed_and_no_more() -> None:
     assert parse_key(f"base_model.model.model.{Q}.lora_A.weight").module == f"model.{Q}"
 
 
@@ -54,14 +54,14 @@ def test_one_peft_prefix_is_removed_and_no_more():
         ("modules_to_save.default.weight", Part.FULL_WEIGHT, "default"),
     ],
 )
-def test_endings_name_the_part(ending, part, name):
+def test_endings_name_the_part(ending: str, part: Part, name: str | None) -> None:
     assert parse_key(f"base_model.model.{Q}.{ending}") == ParsedKey(Q, part, name)
 
 
 @pytest.mark.parametrize(
     "ending", ["lora_down.weight", "lora_up.weight", "alpha", "lora_a.weight", "lora.down.weight"]
 )
-def test_layouts_of_other_tools_are_recognised(ending):
+def test_layouts_of_other_tools_are_recognised(ending: str) -> None:
     assert parse_key(f"{Q}.{ending}").part is Part.FOREIGN
 
 
@@ -78,17 +78,17 @@ def test_layouts_of_other_tools_are_recognised(ending):
         "",
     ],
 )
-def test_what_fits_nothing_is_unknown(key):
+def test_what_fits_nothing_is_unknown(key: str) -> None:
     assert parse_key(key).part is Part.UNKNOWN
 
 
-def test_a_module_whose_name_starts_with_lora_is_an_ordinary_module():
+def test_a_module_whose_name_starts_with_lora_is_an_ordinary_module() -> None:
     parsed = parse_key("base_model.model.model.lora_gate.q_proj.lora_A.weight")
 
     assert parsed == ParsedKey("model.lora_gate.q_proj", Part.LORA_A)
 
 
-def test_the_inner_path_of_a_saved_module_is_kept():
+def test_the_inner_path_of_a_saved_module_is_kept() -> None:
     parsed = parse_key("base_model.model.classifier.modules_to_save.default.dense.weight")
 
     assert parsed == ParsedKey("classifier.dense", Part.FULL_WEIGHT, "default")
@@ -98,7 +98,7 @@ def test_the_inner_path_of_a_saved_module_is_kept():
     path=st.lists(st.from_regex(r"[a-z_]{1,8}[0-9]?", fullmatch=True), min_size=1, max_size=6),
     part=st.sampled_from(sorted(PAIR_PARTS)),
 )
-def test_a_built_key_parses_to_what_it_was_built_from(path, part):
+def test_a_built_key_parses_to_what_it_was_built_from(path: list[str], part: Part) -> None:
     module = ".".join(path)
     wrapped = module.startswith(("module.", "base_model.model."))
 
@@ -108,5 +108,5 @@ def test_a_built_key_parses_to_what_it_was_built_from(path, part):
 
 
 @given(st.text(max_size=60))
-def test_any_text_parses_to_something(key):
+def test_any_text_parses_to_something(key: str) -> None:
     assert parse_key(key).part in set(Part)

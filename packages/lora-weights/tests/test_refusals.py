@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 import torch
@@ -19,37 +20,51 @@ from lora_weights import (
 from lora_weights.save import RawAdapter
 from lora_weights.testing import build_raw_adapter, llama_modules, write_adapter
 
+if TYPE_CHECKING:
+    from collections.abc import Collection
+    from pathlib import Path
+
+    from lora_weights import Problem
+
 MODULES = llama_modules()
 Q = "model.layers.0.self_attn.q_proj"
 A = f"base_model.model.{Q}.lora_A.weight"
 B = f"base_model.model.{Q}.lora_B.weight"
 
 
-def changed(raw, *, drop=(), add=None, **config):
+def changed(
+    raw: RawAdapter,
+    *,
+    drop: Collection[str] = (),
+    add: dict[str, torch.Tensor] | None = None,
+    **config: object,
+) -> RawAdapter:
     tensors = {key: tensor for key, tensor in raw.tensors.items() if key not in drop}
     return RawAdapter(config={**raw.config, **config}, tensors={**tensors, **(add or {})})
 
 
-def problems_of(folder, **arguments):
+def problems_of(folder: Path, **arguments: Any) -> tuple[Problem, ...]:
     with pytest.raises(InvalidAdapterError) as caught:
         load_adapter(folder, **arguments)
     assert caught.value.source == str(folder)
     return caught.value.problems
 
 
-def refused(tmp_path, raw, **arguments):
+def refused(tmp_path: Path, raw: RawAdapter, **arguments: Any) -> tuple[Problem, ...]:
     return problems_of(save_adapter(raw, tmp_path / "bad"), **arguments)
 
 
-def test_a_missing_folder_is_not_found(tmp_path):
+def test_a_missing_folder_is_not_found(tmp_path: Path) -> None:
     with pytest.raises(AdapterNotFoundError):
         load_adapter(tmp_path / "nothing")
 
 
-def test_a_folder_that_may_not_be_read_is_a_source_error(tmp_path, monkeypatch):
+def test_a_folder_that_may_not_be_read_is_a_source_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = write_adapter(tmp_path, MODULES)
 
-    def refuse(self):
+    def refuse(self: Path) -> NoReturn:
         raise PermissionError(13, "Permission denied", str(self))
 
     monkeypatch.setattr("pathlib.Path.read_bytes", refuse)
@@ -58,7 +73,7 @@ def test_a_folder_that_may_not_be_read_is_a_source_error(tmp_path, monkeypatch):
         load_adapter(folder)
 
 
-def test_a_configuration_without_weights_names_what_was_searched(tmp_path):
+def test_a_configuration_without_weights_names_what_was_searched(tmp_path: Path) -> None:
     folder = write_adapter(tmp_path, MODULES)
     (folder / "adapter_model.safetensors").unlink()
 
@@ -68,7 +83,7 @@ def test_a_configuration_without_weights_names_what_was_searched(tmp_path):
     assert "adapter_model.safetensors, adapter_model.bin, adapter_model.pt" in str(problems[0])
 
 
-def test_a_sharded_checkpoint_is_refused_by_its_files(tmp_path):
+def test_a_sharded_checkpoint_is_refused_by_its_files(tmp_path: Path) -> None:
     folder = write_adapter(tmp_path, MODULES)
     shard = "adapter_model-00001-of-00004.safetensors"
     (folder / "adapter_model.safetensors").rename(folder / shard)
@@ -88,7 +103,7 @@ def test_a_sharded_checkpoint_is_refused_by_its_files(tmp_path):
         (struct.pack("<Q", 5) + b"{}", "10 bytes long"),
     ],
 )
-def test_a_weight_file_that_is_none_is_named(tmp_path, content, found):
+def test_a_weight_file_that_is_none_is_named(tmp_path: Path, content: bytes, found: str) -> None:
     folder = write_adapter(tmp_path, MODULES)
     (folder / "adapter_model.safetensors").write_bytes(content)
 
@@ -98,7 +113,7 @@ def test_a_weight_file_that_is_none_is_named(tmp_path, content, found):
     assert found in str(problems[0])
 
 
-def test_a_half_written_file_is_refused_with_both_sizes(tmp_path):
+def test_a_half_written_file_is_refused_with_both_sizes(tmp_path: Path) -> None:
     path = write_adapter(tmp_path, MODULES) / "adapter_model.safetensors"
     path.write_bytes(path.read_bytes()[:-1000])
 
@@ -107,7 +122,7 @@ def test_a_half_written_file_is_refused_with_both_sizes(tmp_path):
     assert "it is cut off" in str(problems[0])
 
 
-def test_configuration_and_file_problems_come_together(tmp_path):
+def test_configuration_and_file_problems_come_together(tmp_path: Path) -> None:
     folder = write_adapter(tmp_path, MODULES, use_dora=True)
     (folder / "adapter_model.safetensors").write_bytes(b"")
 
@@ -116,7 +131,9 @@ def test_configuration_and_file_problems_come_together(tmp_path):
     assert codes == [ProblemCode.UNSUPPORTED_FIELD, ProblemCode.WEIGHTS_UNREADABLE]
 
 
-def test_a_rank_that_differs_from_the_configuration_names_module_found_and_expected(tmp_path):
+def test_a_rank_that_differs_from_the_configuration_names_module_found_and_expected(
+    tmp_path: Path,
+) -> None:
     raw = changed(build_raw_adapter({Q: (64, 64)}, r=4), r=16)
 
     texts = [str(problem) for problem in refused(tmp_path, raw)]
@@ -127,7 +144,7 @@ def test_a_rank_that_differs_from_the_configuration_names_module_found_and_expec
     ]
 
 
-def test_a_and_b_of_different_ranks_are_refused(tmp_path):
+def test_a_and_b_of_different_ranks_are_refused(tmp_path: Path) -> None:
     raw = changed(build_raw_adapter({Q: (64, 64)}, r=8), add={B: torch.ones(64, 4)})
 
     problems = refused(tmp_path, raw)
@@ -136,7 +153,7 @@ def test_a_and_b_of_different_ranks_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("shape", [(8,), (8, 64, 1, 1), (8, 0), ()])
-def test_a_factor_that_is_no_matrix_is_refused(tmp_path, shape):
+def test_a_factor_that_is_no_matrix_is_refused(tmp_path: Path, shape: tuple[int, ...]) -> None:
     raw = changed(build_raw_adapter(MODULES, r=8), add={A: torch.ones(shape)})
 
     problems = refused(tmp_path, raw)
@@ -144,7 +161,7 @@ def test_a_factor_that_is_no_matrix_is_refused(tmp_path, shape):
     assert [problem.code for problem in problems] == [ProblemCode.SHAPE_MISMATCH]
 
 
-def test_ranks_above_the_limit_are_named_with_both_numbers(tmp_path):
+def test_ranks_above_the_limit_are_named_with_both_numbers(tmp_path: Path) -> None:
     folder = write_adapter(tmp_path, MODULES, r=8, rank_pattern={Q: 32})
 
     problems = problems_of(folder, max_rank=16)
@@ -155,7 +172,7 @@ def test_ranks_above_the_limit_are_named_with_both_numbers(tmp_path):
     assert load_adapter(folder, max_rank=32).rank == 32
 
 
-def test_a_declared_rank_above_the_limit_is_refused_too(tmp_path):
+def test_a_declared_rank_above_the_limit_is_refused_too(tmp_path: Path) -> None:
     folder = write_adapter(tmp_path, {Q: (64, 64)}, r=64, rank_pattern={"q_proj": 4})
 
     problems = problems_of(folder, max_rank=16)
@@ -164,7 +181,7 @@ def test_a_declared_rank_above_the_limit_is_refused_too(tmp_path):
 
 
 @pytest.mark.parametrize("drop", [A, B])
-def test_half_a_pair_is_refused(tmp_path, drop):
+def test_half_a_pair_is_refused(tmp_path: Path, drop: str) -> None:
     problems = refused(tmp_path, changed(build_raw_adapter(MODULES), drop=[drop]))
 
     assert [(problem.code, problem.module) for problem in problems] == [
@@ -172,7 +189,7 @@ def test_half_a_pair_is_refused(tmp_path, drop):
     ]
 
 
-def test_keys_that_become_equal_without_their_prefix_are_refused(tmp_path):
+def test_keys_that_become_equal_without_their_prefix_are_refused(tmp_path: Path) -> None:
     raw = changed(
         build_raw_adapter(MODULES), add={A.removeprefix("base_model.model."): torch.ones(1)}
     )
@@ -182,7 +199,7 @@ def test_keys_that_become_equal_without_their_prefix_are_refused(tmp_path):
     assert ProblemCode.DUPLICATE_TENSOR in [problem.code for problem in problems]
 
 
-def test_two_adapter_names_in_one_file_are_refused(tmp_path):
+def test_two_adapter_names_in_one_file_are_refused(tmp_path: Path) -> None:
     raw = build_raw_adapter(MODULES)
     other = A.replace(".weight", ".other.weight")
     raw = changed(raw, drop=[A], add={other: raw.tensors[A]})
@@ -194,7 +211,9 @@ def test_two_adapter_names_in_one_file_are_refused(tmp_path):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_a_value_that_is_no_number_names_its_tensor_and_count(tmp_path, value, dtype):
+def test_a_value_that_is_no_number_names_its_tensor_and_count(
+    tmp_path: Path, value: Any, dtype: torch.dtype
+) -> None:
     raw = build_raw_adapter(MODULES, dtype=dtype)
     raw.tensors[B][3, 2:4] = value
 
@@ -204,7 +223,7 @@ def test_a_value_that_is_no_number_names_its_tensor_and_count(tmp_path, value, d
     assert "2 of 512 values" in problems[0].found
 
 
-def test_huge_finite_values_pass_in_float32_and_are_refused_in_float16(tmp_path):
+def test_huge_finite_values_pass_in_float32_and_are_refused_in_float16(tmp_path: Path) -> None:
     raw = build_raw_adapter({"q_proj": (8, 8)}, r=2, alpha=2)
     raw.tensors["base_model.model.q_proj.lora_B.weight"][0, 0] = 3e30
     folder = save_adapter(raw, tmp_path)
@@ -216,7 +235,7 @@ def test_huge_finite_values_pass_in_float32_and_are_refused_in_float16(tmp_path)
     assert "range of torch.float16" in problems[0].found
 
 
-def test_a_product_that_leaves_the_range_is_refused(tmp_path):
+def test_a_product_that_leaves_the_range_is_refused(tmp_path: Path) -> None:
     folder = write_adapter(tmp_path, {"q_proj": (8, 8)}, dtype=torch.float16, alpha=1e7)
 
     problems = problems_of(folder)
@@ -226,7 +245,7 @@ def test_a_product_that_leaves_the_range_is_refused(tmp_path):
     ]
 
 
-def test_zero_b_everywhere_is_refused(tmp_path):
+def test_zero_b_everywhere_is_refused(tmp_path: Path) -> None:
     raw = build_raw_adapter(MODULES)
     zeros = {key: t * 0 for key, t in raw.tensors.items() if "lora_B" in key}
 
@@ -235,7 +254,7 @@ def test_zero_b_everywhere_is_refused(tmp_path):
     assert [problem.code for problem in problems] == [ProblemCode.NO_EFFECT]
 
 
-def test_one_module_with_an_effect_is_enough(tmp_path):
+def test_one_module_with_an_effect_is_enough(tmp_path: Path) -> None:
     raw = build_raw_adapter(MODULES)
     zeros = {key: t * 0 for key, t in raw.tensors.items() if "lora_B" in key and key != B}
 
@@ -249,19 +268,21 @@ def test_one_module_with_an_effect_is_enough(tmp_path):
     [(0.0, {}, None), (0.5, {"lora_alpha": 0}, None), (1e-12, {}, torch.float16)],
     ids=["zero", "alpha 0", "underflow"],
 )
-def test_other_ways_to_change_nothing_are_refused(tmp_path, std, config, dtype):
+def test_other_ways_to_change_nothing_are_refused(
+    tmp_path: Path, std: float, config: dict[str, Any], dtype: torch.dtype | None
+) -> None:
     folder = write_adapter(tmp_path, MODULES, std=std, **config)
 
     assert [p.code for p in problems_of(folder, dtype=dtype)] == [ProblemCode.NO_EFFECT]
 
 
-def test_a_file_without_tensors_is_refused(tmp_path):
+def test_a_file_without_tensors_is_refused(tmp_path: Path) -> None:
     problems = refused(tmp_path, RawAdapter(config=build_raw_adapter({}).config, tensors={}))
 
     assert [problem.code for problem in problems] == [ProblemCode.NO_EFFECT]
 
 
-def test_base_tensors_alone_are_each_named(tmp_path):
+def test_base_tensors_alone_are_each_named(tmp_path: Path) -> None:
     raw = RawAdapter(
         config=build_raw_adapter({}).config,
         tensors={"model.q_proj.weight": torch.ones(2, 2), "k.base_layer.weight": torch.ones(2)},
@@ -288,7 +309,7 @@ def test_base_tensors_alone_are_each_named(tmp_path):
         (f"{Q}.alpha", ProblemCode.FOREIGN_FORMAT),
     ],
 )
-def test_a_tensor_that_is_not_applied_is_named(tmp_path, key, code):
+def test_a_tensor_that_is_not_applied_is_named(tmp_path: Path, key: str, code: ProblemCode) -> None:
     name = f"base_model.model.{key}"
 
     problems = refused(tmp_path, changed(build_raw_adapter(MODULES), add={name: torch.ones(8)}))
@@ -305,7 +326,9 @@ def test_a_tensor_that_is_not_applied_is_named(tmp_path, key, code):
         ("model.layers.0.mlp.experts.base_layer", ProblemCode.UNSUPPORTED_TENSOR),
     ],
 )
-def test_pairs_that_belong_to_no_plain_module_are_refused(tmp_path, path, code):
+def test_pairs_that_belong_to_no_plain_module_are_refused(
+    tmp_path: Path, path: str, code: ProblemCode
+) -> None:
     raw = build_raw_adapter({**MODULES, path: (64, 64)})
 
     problems = refused(tmp_path, raw)
@@ -321,7 +344,9 @@ def test_pairs_that_belong_to_no_plain_module_are_refused(tmp_path, path, code):
         ({"bias": "lora_only"}, f"{Q}.bias"),
     ],
 )
-def test_a_declared_feature_is_refused_once_and_not_for_each_tensor(tmp_path, config, key):
+def test_a_declared_feature_is_refused_once_and_not_for_each_tensor(
+    tmp_path: Path, config: dict[str, Any], key: str
+) -> None:
     raw = build_raw_adapter(MODULES, **config)
 
     problems = refused(tmp_path, changed(raw, add={f"base_model.model.{key}": torch.ones(8)}))
@@ -330,7 +355,7 @@ def test_a_declared_feature_is_refused_once_and_not_for_each_tensor(tmp_path, co
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.bool])
-def test_types_that_are_no_factors_are_refused(tmp_path, dtype):
+def test_types_that_are_no_factors_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
     raw = build_raw_adapter(MODULES)
 
     problems = refused(tmp_path, changed(raw, add={A: raw.tensors[A].to(dtype)}))
@@ -338,7 +363,7 @@ def test_types_that_are_no_factors_are_refused(tmp_path, dtype):
     assert [problem.code for problem in problems] == [ProblemCode.UNSUPPORTED_DTYPE]
 
 
-def test_a_tied_head_must_be_in_the_file(tmp_path):
+def test_a_tied_head_must_be_in_the_file(tmp_path: Path) -> None:
     embeddings = {"model.embed_tokens": (128, 64)}
     alone = build_raw_adapter({}, embeddings=embeddings, ensure_weight_tying=True)
     both = build_raw_adapter(
@@ -352,6 +377,8 @@ def test_a_tied_head_must_be_in_the_file(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "value"), [("dtype", torch.int8), ("max_rank", 0)])
-def test_arguments_that_cannot_be_met_are_the_callers_mistake(tmp_path, name, value):
+def test_arguments_that_cannot_be_met_are_the_callers_mistake(
+    tmp_path: Path, name: str, value: Any
+) -> None:
     with pytest.raises(ValueError, match=name):
         load_adapter(write_adapter(tmp_path, MODULES), **{name: value})

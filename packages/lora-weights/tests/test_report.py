@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 
@@ -16,10 +18,13 @@ from lora_weights import (
 )
 from lora_weights.testing import build_raw_adapter, llama_modules, write_adapter
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
 MODULES = llama_modules()
 
 
-def test_a_good_adapter_is_described(tmp_path):
+def test_a_good_adapter_is_described(tmp_path: Path) -> None:
     folder = write_adapter(tmp_path, MODULES, r=4, alpha=6, dtype=torch.bfloat16)
 
     report = inspect_adapter(folder)
@@ -34,7 +39,7 @@ def test_a_good_adapter_is_described(tmp_path):
     assert report.weights_bytes == load_adapter(folder).nbytes
 
 
-def test_problems_are_those_that_load_adapter_raises(tmp_path):
+def test_problems_are_those_that_load_adapter_raises(tmp_path: Path) -> None:
     folder = write_adapter(tmp_path, MODULES, r=4, use_dora=True, rank_pattern={"q_proj": 40})
     (folder / "adapter_model.safetensors").write_bytes(b"12345678" * 4)
 
@@ -55,14 +60,14 @@ def test_problems_are_those_that_load_adapter_raises(tmp_path):
         ("", ProblemCode.NOT_FOUND),
     ],
 )
-def test_a_source_that_cannot_be_read_is_reported(source, code):
+def test_a_source_that_cannot_be_read_is_reported(source: str, code: ProblemCode) -> None:
     report = inspect_adapter(source)
 
     assert [problem.code for problem in report.problems] == [code]
     assert report.modules == ()
 
 
-def test_pickle_without_permission_is_reported(tmp_path):
+def test_pickle_without_permission_is_reported(tmp_path: Path) -> None:
     folder = write_adapter(tmp_path, MODULES)
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
 
@@ -72,7 +77,7 @@ def test_pickle_without_permission_is_reported(tmp_path):
     assert "adapter_model.bin" in str(report.problems[0])
 
 
-def test_a_configuration_that_cannot_be_understood_still_gets_a_report(tmp_path):
+def test_a_configuration_that_cannot_be_understood_still_gets_a_report(tmp_path: Path) -> None:
     folder = write_adapter(tmp_path, MODULES, peft_type="IA3")
 
     report = inspect_adapter(folder)
@@ -82,7 +87,7 @@ def test_a_configuration_that_cannot_be_understood_still_gets_a_report(tmp_path)
     assert [problem.code for problem in report.problems] == [ProblemCode.UNSUPPORTED_TYPE]
 
 
-def warnings_of(folder):
+def warnings_of(folder: Path) -> str:
     report = inspect_adapter(folder)
     assert report.is_loadable, report.problems
     return "\n".join(report.warnings)
@@ -97,16 +102,20 @@ def warnings_of(folder):
         ([*MODULES, "query_key_value"], "names modules without tensors: query_key_value"),
     ],
 )
-def test_a_disagreement_between_targets_and_tensors_is_a_warning(tmp_path, targets, text):
+def test_a_disagreement_between_targets_and_tensors_is_a_warning(
+    tmp_path: Path, targets: list[str] | str | None, text: str
+) -> None:
     assert text in warnings_of(write_adapter(tmp_path, MODULES, target_modules=targets))
 
 
 @pytest.mark.parametrize("targets", [None, "all-linear", r".*_proj", "(x+)+", list(MODULES)])
-def test_targets_that_agree_or_say_nothing_are_no_warning(tmp_path, targets):
+def test_targets_that_agree_or_say_nothing_are_no_warning(
+    tmp_path: Path, targets: list[str] | str | None
+) -> None:
     assert warnings_of(write_adapter(tmp_path, MODULES, target_modules=targets)) == ""
 
 
-def test_files_that_are_not_read_are_mentioned(tmp_path):
+def test_files_that_are_not_read_are_mentioned(tmp_path: Path) -> None:
     folder = write_adapter(tmp_path, MODULES)
     for name in ("tokenizer_config.json", "chat_template.jinja", "non_lora_trainables.bin"):
         (folder / name).write_text("{}")
@@ -117,14 +126,14 @@ def test_files_that_are_not_read_are_mentioned(tmp_path):
         assert name in text
 
 
-def test_added_tokens_without_embeddings_are_nothing_special(tmp_path):
+def test_added_tokens_without_embeddings_are_nothing_special(tmp_path: Path) -> None:
     folder = write_adapter(tmp_path, MODULES)
     (folder / "added_tokens.json").write_text('{"<|im_start|>": 101}')
 
     assert warnings_of(folder) == ""
 
 
-def test_copies_of_base_weights_and_changed_bases_are_mentioned(tmp_path):
+def test_copies_of_base_weights_and_changed_bases_are_mentioned(tmp_path: Path) -> None:
     raw = build_raw_adapter({"lm_head": (8, 16)}, init_lora_weights="lora_ga")
     copy = {"base_model.model.lm_head.base_layer.weight": torch.ones(16, 8)}
     folder = save_adapter(RawAdapter(config=raw.config, tensors={**raw.tensors, **copy}), tmp_path)
@@ -135,7 +144,7 @@ def test_copies_of_base_weights_and_changed_bases_are_mentioned(tmp_path):
     assert "LoRA-GA" in text
 
 
-def test_mistakes_of_the_caller_are_not_part_of_a_report(tmp_path):
+def test_mistakes_of_the_caller_are_not_part_of_a_report(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="max_rank") as caught:
         inspect_adapter(tmp_path, max_rank=0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -11,17 +12,20 @@ from lora_weights import RawAdapter, inspect_adapter, load_adapter, save_adapter
 from lora_weights.tensors import read_safetensors
 from lora_weights.testing import build_raw_adapter, llama_modules, pair_of, write_adapter
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
 MODULES = llama_modules()
 EMBEDDINGS = {"model.embed_tokens": (128, 64)}
 
 
-def stored(folder):
+def stored(folder: Path) -> dict[str, torch.Tensor]:
     file, _ = read_safetensors(folder / "adapter_model.safetensors")
     assert file is not None
     return {entry.key: file.tensor(entry) for entry in file.entries}
 
 
-def test_raw_tensors_and_configuration_are_written_as_they_are(tmp_path):
+def test_raw_tensors_and_configuration_are_written_as_they_are(tmp_path: Path) -> None:
     raw = build_raw_adapter(MODULES, embeddings=EMBEDDINGS, dtype=torch.bfloat16)
 
     folder = save_adapter(raw, tmp_path / "deep" / "folder")
@@ -33,7 +37,7 @@ def test_raw_tensors_and_configuration_are_written_as_they_are(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_a_loaded_adapter_saves_to_the_same_parts(tmp_path, dtype):
+def test_a_loaded_adapter_saves_to_the_same_parts(tmp_path: Path, dtype: torch.dtype) -> None:
     folder = write_adapter(
         tmp_path / "a",
         MODULES,
@@ -56,7 +60,7 @@ def test_a_loaded_adapter_saves_to_the_same_parts(tmp_path, dtype):
         assert torch.equal(again.lora_b, pair.lora_b)
 
 
-def test_every_scaling_of_a_saved_adapter_is_exactly_one(tmp_path):
+def test_every_scaling_of_a_saved_adapter_is_exactly_one(tmp_path: Path) -> None:
     # "b.q" is a tail of "a.b.q": an unanchored pattern of one would match the other.
     modules = {"a.b.q": (8, 8), "b.q": (8, 8), "c.q": (8, 8)}
     folder = write_adapter(
@@ -73,7 +77,7 @@ def test_every_scaling_of_a_saved_adapter_is_exactly_one(tmp_path):
     }
 
 
-def test_saving_again_gives_the_same_digest(tmp_path):
+def test_saving_again_gives_the_same_digest(tmp_path: Path) -> None:
     first = load_adapter(write_adapter(tmp_path / "a", MODULES, alpha=3))
 
     second = load_adapter(save_adapter(first, tmp_path / "b"))
@@ -83,7 +87,7 @@ def test_saving_again_gives_the_same_digest(tmp_path):
     assert second.digest != first.digest
 
 
-def test_fields_that_are_not_about_scaling_survive(tmp_path):
+def test_fields_that_are_not_about_scaling_survive(tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "a", MODULES, revision="main", fan_in_fan_out=True)
 
     saved = save_adapter(load_adapter(folder), tmp_path / "b")
@@ -92,7 +96,7 @@ def test_fields_that_are_not_about_scaling_survive(tmp_path):
     assert (config["revision"], config["fan_in_fan_out"]) == ("main", True)
 
 
-def test_the_modules_in_the_file_are_the_targets_of_the_saved_configuration(tmp_path):
+def test_the_modules_in_the_file_are_the_targets_of_the_saved_configuration(tmp_path: Path) -> None:
     folder = write_adapter(
         tmp_path / "a",
         {"layers.1.q_proj": (8, 8)},
@@ -111,7 +115,7 @@ def test_the_modules_in_the_file_are_the_targets_of_the_saved_configuration(tmp_
     assert config["init_lora_weights"] is True
 
 
-def test_copies_of_base_weights_are_written_too(tmp_path):
+def test_copies_of_base_weights_are_written_too(tmp_path: Path) -> None:
     raw = build_raw_adapter({"lm_head": (8, 16)})
     key = "base_model.model.lm_head.base_layer.weight"
     raw = RawAdapter(config=raw.config, tensors={**raw.tensors, key: torch.ones(16, 8)})
@@ -120,7 +124,7 @@ def test_copies_of_base_weights_are_written_too(tmp_path):
     assert torch.equal(stored(save_adapter(adapter, tmp_path / "b"))[key], torch.ones(16, 8))
 
 
-def test_no_other_file_is_left_behind(tmp_path):
+def test_no_other_file_is_left_behind(tmp_path: Path) -> None:
     folder = save_adapter(build_raw_adapter(MODULES), tmp_path)
 
     names = sorted(path.name for path in folder.iterdir())

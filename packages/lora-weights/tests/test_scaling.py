@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -11,12 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_weights import AdapterConfig
-from lora_weights.scaling import PatternTable, ScalingTable, fold_scaling_, pattern_fault
+from lora_weights.scaling import (
+    ModuleScaling,
+    PatternTable,
+    ScalingTable,
+    fold_scaling_,
+    pattern_fault,
+)
 
 Q = "model.layers.1.self_attn.q_proj"
 
 
-def peft_lookup(patterns, name):
+def peft_lookup(patterns: dict[str, int], name: str) -> int | None:
     """PEFT's rule as documented: first pattern equal to a tail of the name from a dot on."""
     for pattern, value in patterns.items():
         if re.match(rf"(.*\.)?({pattern})$", name):
@@ -24,25 +31,25 @@ def peft_lookup(patterns, name):
     return None
 
 
-def resolve(**fields):
+def resolve(**fields: Any) -> ModuleScaling:
     return ScalingTable(AdapterConfig(**{"r": 8, "lora_alpha": 16.0, **fields})).resolve(Q)
 
 
-def test_scaling_is_alpha_over_rank():
+def test_scaling_is_alpha_over_rank() -> None:
     assert resolve().scaling == 2.0
 
 
-def test_rslora_divides_by_the_root_of_the_rank():
+def test_rslora_divides_by_the_root_of_the_rank() -> None:
     assert resolve(r=64, lora_alpha=64.0, use_rslora=True).scaling == 8.0
 
 
-def test_patterns_of_both_kinds_enter_the_scaling_of_their_module():
+def test_patterns_of_both_kinds_enter_the_scaling_of_their_module() -> None:
     found = resolve(rank_pattern={"q_proj": 32}, alpha_pattern={r"layers\.1\..*": 8.0})
 
     assert (found.rank, found.scaling) == (32, 0.25)
 
 
-def test_pattern_rank_enters_the_root_of_rslora():
+def test_pattern_rank_enters_the_root_of_rslora() -> None:
     found = resolve(rank_pattern={"q_proj": 16}, use_rslora=True)
 
     assert found.scaling == 16.0 / math.sqrt(16)
@@ -69,7 +76,9 @@ def test_pattern_rank_enters_the_root_of_rslora():
         ({"q_proj": 2, r".*q_proj": 1}, 2),
     ],
 )
-def test_the_first_pattern_that_equals_a_tail_wins(patterns, value):
+def test_the_first_pattern_that_equals_a_tail_wins(
+    patterns: dict[str, int], value: int | None
+) -> None:
     assert PatternTable(patterns).lookup(Q) == value
     assert peft_lookup(patterns, Q) == value
 
@@ -82,24 +91,26 @@ def test_the_first_pattern_that_equals_a_tail_wins(patterns, value):
     ),
     name=st.from_regex(r"[ab]{1,2}(\.[ab]{1,2}){0,3}", fullmatch=True),
 )
-def test_look_up_equals_a_regular_expression_per_pattern(patterns, name):
+def test_look_up_equals_a_regular_expression_per_pattern(
+    patterns: dict[str, int], name: str
+) -> None:
     assert PatternTable(patterns).lookup(name) == peft_lookup(patterns, name)
 
 
 @pytest.mark.parametrize("pattern", ["(", "(a+)+", "(a|a)*b", "(.*.*){9}", ".*a.*b.*c.*d", "[a"])
-def test_patterns_that_cannot_be_matched_in_bounded_time_are_faulted(pattern):
+def test_patterns_that_cannot_be_matched_in_bounded_time_are_faulted(pattern: str) -> None:
     assert pattern_fault(pattern) is not None
 
 
 @pytest.mark.parametrize(
     "pattern", [Q, "q_proj", r".*\.(q|v)_proj", r"^model\.layers\.\d+\..*proj", "[qkv]_proj"]
 )
-def test_ordinary_patterns_have_no_fault(pattern):
+def test_ordinary_patterns_have_no_fault(pattern: str) -> None:
     assert pattern_fault(pattern) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_fold_rounds_the_exact_product_once(dtype):
+def test_fold_rounds_the_exact_product_once(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(3)
     stored = torch.randn((64, 8), generator=generator).to(dtype)
     scaling = 10 / 3
@@ -113,7 +124,7 @@ def test_fold_rounds_the_exact_product_once(dtype):
     assert torch.all((folded.double() - exact).abs() <= bound)
 
 
-def test_fold_with_scaling_one_changes_no_bit():
+def test_fold_with_scaling_one_changes_no_bit() -> None:
     stored = torch.randn((4, 4)).to(torch.bfloat16)
 
     assert torch.equal(fold_scaling_(stored.clone(), 1.0), stored)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
@@ -11,14 +12,17 @@ from hypothesis import strategies as st
 
 from lora_weights.tensor_format import build_header, head_fault, parse_header
 
+if TYPE_CHECKING:
+    from lora_weights.tensor_format import TensorEntry
+
 GOOD = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
 
 
-def parse(items, size=24):
+def parse(items: object, size: int = 24) -> tuple[tuple[TensorEntry, ...], tuple[str, str] | None]:
     return parse_header(json.dumps(items).encode(), size)
 
 
-def test_entries_come_in_the_order_of_their_data():
+def test_entries_come_in_the_order_of_their_data() -> None:
     later = {**GOOD, "data_offsets": [24, 48]}
 
     entries, fault = parse({"a": later, "b": GOOD, "__metadata__": {"format": "pt"}}, size=48)
@@ -43,14 +47,14 @@ def test_entries_come_in_the_order_of_their_data():
         ({"a": GOOD}, 25, "25 bytes of data"),
     ],
 )
-def test_each_fault_is_named(items, size, found):
+def test_each_fault_is_named(items: object, size: int, found: str) -> None:
     _, fault = parse(items, size)
 
     assert fault is not None
     assert found in fault[0]
 
 
-def test_a_key_named_twice_is_a_fault():
+def test_a_key_named_twice_is_a_fault() -> None:
     header = b'{"a": %s, "a": %s}' % (json.dumps(GOOD).encode(), json.dumps(GOOD).encode())
 
     _, fault = parse_header(header, 24)
@@ -69,14 +73,16 @@ def test_a_key_named_twice_is_a_fault():
         (b"PK\x03\x04abcd", 500, "not safetensors"),
     ],
 )
-def test_the_first_bytes_tell_what_is_no_safetensors_file(head, size, found):
+def test_the_first_bytes_tell_what_is_no_safetensors_file(
+    head: bytes, size: int, found: str
+) -> None:
     fault = head_fault(head, size)
 
     assert fault is not None
     assert found in fault[0]
 
 
-def test_a_built_header_parses_to_what_it_was_built_from():
+def test_a_built_header_parses_to_what_it_was_built_from() -> None:
     header = build_header([("a", "F32", (2, 3), 24), ("b", "BF16", (), 2)])
 
     entries, fault = parse_header(header[8:], 26)
@@ -90,7 +96,7 @@ def test_a_built_header_parses_to_what_it_was_built_from():
 
 
 @given(st.binary(max_size=200), st.integers(0, 100))
-def test_any_bytes_give_entries_or_a_fault(header, size):
+def test_any_bytes_give_entries_or_a_fault(header: bytes, size: int) -> None:
     entries, fault = parse_header(header, size)
 
     assert fault is not None or sum(e.end - e.start for e in entries) == size

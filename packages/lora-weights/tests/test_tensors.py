@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import pickle
 import sys
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from lora_weights.tensors import read_pickle, read_safetensors, write_safetensors
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.bool]
 
 
-def tensors():
+def tensors() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     table = {
         f"t{i}": torch.randn((3, 5), generator=generator).to(dtype)
@@ -22,27 +27,27 @@ def tensors():
     return {**table, "scalar": torch.tensor(2.5), "empty": torch.zeros((0, 4))}
 
 
-def read(path):
+def read(path: Path) -> dict[str, torch.Tensor]:
     file, problems = read_safetensors(path)
     assert problems == []
     assert file is not None
     return {entry.key: file.tensor(entry) for entry in file.entries}
 
 
-def assert_equal(found, expected):
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert found.keys() == expected.keys()
     for key, tensor in expected.items():
         assert found[key].dtype == tensor.dtype
         assert torch.equal(found[key], tensor)
 
 
-def test_what_is_written_reads_back_bit_equal(tmp_path):
+def test_what_is_written_reads_back_bit_equal(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "x.safetensors", tensors())
 
     assert_equal(read(tmp_path / "x.safetensors"), tensors())
 
 
-def test_the_library_reads_what_is_written(tmp_path):
+def test_the_library_reads_what_is_written(tmp_path: Path) -> None:
     library = pytest.importorskip("safetensors")
     write_safetensors(tmp_path / "x.safetensors", tensors())
 
@@ -53,14 +58,14 @@ def test_the_library_reads_what_is_written(tmp_path):
 
 
 @pytest.mark.skipif("numpy" not in sys.modules, reason="the library writes through NumPy")
-def test_what_the_library_writes_is_read(tmp_path):
+def test_what_the_library_writes_is_read(tmp_path: Path) -> None:
     library = pytest.importorskip("safetensors.torch")
     library.save_file(tensors(), tmp_path / "x.safetensors")
 
     assert_equal(read(tmp_path / "x.safetensors"), tensors())
 
 
-def test_tensors_that_share_memory_are_written_each(tmp_path):
+def test_tensors_that_share_memory_are_written_each(tmp_path: Path) -> None:
     whole = torch.arange(12.0).view(4, 3)
 
     write_safetensors(tmp_path / "x.safetensors", {"whole": whole, "t": whole.T, "row": whole[1:2]})
@@ -70,7 +75,7 @@ def test_tensors_that_share_memory_are_written_each(tmp_path):
     )
 
 
-def test_a_tensor_read_does_not_change_with_its_file(tmp_path):
+def test_a_tensor_read_does_not_change_with_its_file(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     write_safetensors(path, {"a": torch.ones(4)})
     found = read(path)
@@ -82,7 +87,7 @@ def test_a_tensor_read_does_not_change_with_its_file(tmp_path):
     assert torch.equal(found["a"], torch.ones(4))
 
 
-def test_neighbours_of_one_type_form_one_run(tmp_path):
+def test_neighbours_of_one_type_form_one_run(tmp_path: Path) -> None:
     write_safetensors(
         tmp_path / "x.safetensors",
         {"a": torch.ones(2), "b": torch.zeros(3), "c": torch.ones(2).half()},
@@ -96,7 +101,7 @@ def test_neighbours_of_one_type_form_one_run(tmp_path):
 
 
 @pytest.mark.parametrize("keep", [0, 4, 8, 60, -1])
-def test_a_file_that_is_cut_off_is_a_problem_that_names_it(tmp_path, keep):
+def test_a_file_that_is_cut_off_is_a_problem_that_names_it(tmp_path: Path, keep: int) -> None:
     path = tmp_path / "adapter_model.safetensors"
     write_safetensors(path, {"a": torch.ones(4)})
     path.write_bytes(path.read_bytes()[:keep])
@@ -108,7 +113,7 @@ def test_a_file_that_is_cut_off_is_a_problem_that_names_it(tmp_path, keep):
     assert problems[0].tensor == "adapter_model.safetensors"
 
 
-def test_pickle_reads_as_the_same_tensors(tmp_path):
+def test_pickle_reads_as_the_same_tensors(tmp_path: Path) -> None:
     table = {key: tensor for key, tensor in tensors().items() if key != "empty"}
     torch.save(table, tmp_path / "x.bin")
 
@@ -120,7 +125,7 @@ def test_pickle_reads_as_the_same_tensors(tmp_path):
 
 
 class Evil:
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[str]]:
         return (exec, ("raise SystemExit('code from a pickle ran')",))
 
 
@@ -135,7 +140,7 @@ class Evil:
     ],
     ids=["empty", "lfs", "noise", "code", "list"],
 )
-def test_a_pickle_that_holds_no_plain_tensors_is_a_problem(tmp_path, content):
+def test_a_pickle_that_holds_no_plain_tensors_is_a_problem(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "x.bin"
     path.write_bytes(content)
 
@@ -145,7 +150,7 @@ def test_a_pickle_that_holds_no_plain_tensors_is_a_problem(tmp_path, content):
     assert problems[0].code == "weights_unreadable"
 
 
-def test_a_nested_state_dict_is_a_problem(tmp_path):
+def test_a_nested_state_dict_is_a_problem(tmp_path: Path) -> None:
     torch.save({"model": {"a": torch.ones(2)}}, tmp_path / "x.bin")
 
     _, problems = read_pickle(tmp_path / "x.bin")

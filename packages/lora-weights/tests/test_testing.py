@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from lora_weights import load_adapter
 from lora_weights.testing import build_raw_adapter, llama_modules, write_adapter
 
+if TYPE_CHECKING:
+    from pathlib import Path
 
-def test_one_seed_is_one_adapter_and_another_seed_another(tmp_path):
+
+def test_one_seed_is_one_adapter_and_another_seed_another(tmp_path: Path) -> None:
     digests = [
         load_adapter(write_adapter(tmp_path / str(i), llama_modules(), seed=seed)).digest
         for i, seed in enumerate([1, 1, 2])
@@ -17,14 +22,14 @@ def test_one_seed_is_one_adapter_and_another_seed_another(tmp_path):
     assert digests[0] == digests[1] != digests[2]
 
 
-def test_alpha_is_twice_the_rank_unless_given(tmp_path):
+def test_alpha_is_twice_the_rank_unless_given(tmp_path: Path) -> None:
     doubled = load_adapter(write_adapter(tmp_path / "a", {"q": (8, 8)}, r=3))
     given = load_adapter(write_adapter(tmp_path / "b", {"q": (8, 8)}, r=3, alpha=1))
 
     assert (doubled.config.lora_alpha, given.config.lora_alpha) == (6, 1)
 
 
-def test_shapes_follow_the_modules_and_rank_patterns():
+def test_shapes_follow_the_modules_and_rank_patterns() -> None:
     raw = build_raw_adapter(
         {"a.q": (8, 6), "a.k": (8, 4)}, r=2, embeddings={"e": (9, 8)}, rank_pattern={"q": 5}
     )
@@ -42,13 +47,13 @@ def test_shapes_follow_the_modules_and_rank_patterns():
     }
 
 
-def test_no_factor_is_zero():
+def test_no_factor_is_zero() -> None:
     tensors = build_raw_adapter(llama_modules(), dtype=torch.bfloat16).tensors.values()
 
     assert all(tensor.any() and tensor.dtype == torch.bfloat16 for tensor in tensors)
 
 
-def test_llama_modules_have_seven_projections_a_layer():
+def test_llama_modules_have_seven_projections_a_layer() -> None:
     modules = llama_modules(num_layers=3, hidden=64, inter=128, kv=32)
 
     assert len(modules) == 21

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 from hypothesis import given
@@ -22,18 +24,25 @@ from lora_weights import (
 from lora_weights.testing import llama_modules
 from lora_weights.validate import ModulePaths
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from lora_weights import Problem
+
 MODULES = llama_modules()
 Q = "model.layers.0.self_attn.q_proj"
 
 
-def shape(in_features, out_features, kind=ModuleKind.LINEAR):
+def shape(in_features: int, out_features: int, kind: ModuleKind = ModuleKind.LINEAR) -> ModuleShape:
     return ModuleShape(in_features=in_features, out_features=out_features, kind=kind)
 
 
 SHAPES = {path: shape(*size) for path, size in MODULES.items()}
 
 
-def part(in_features, out_features, *, rank=4, is_embedding=False):
+def part(
+    in_features: int, out_features: int, *, rank: int = 4, is_embedding: bool = False
+) -> ModulePart:
     pair = LoraPair(
         lora_a=torch.ones(rank, in_features),
         lora_b=torch.ones(out_features, rank),
@@ -42,25 +51,38 @@ def part(in_features, out_features, *, rank=4, is_embedding=False):
     return ModulePart(pair=pair)
 
 
-def adapter(parts, *, modules_to_save=(), base_copies=None):
+def adapter(
+    parts: dict[str, ModulePart],
+    *,
+    modules_to_save: tuple[str, ...] = (),
+    base_copies: dict[str, torch.Tensor] | None = None,
+) -> Adapter:
     config = AdapterConfig(r=4, lora_alpha=4.0, modules_to_save=modules_to_save)
     return Adapter(
         config=config, parts=parts, digest="0" * 64, source="here", base_copies=base_copies or {}
     )
 
 
-def problems_of(parts, shapes=None, *, max_rank=64, **fields):
+def problems_of(
+    parts: dict[str, ModulePart],
+    shapes: dict[str, ModuleShape] | None = None,
+    *,
+    max_rank: int = 64,
+    modules_to_save: tuple[str, ...] = (),
+) -> tuple[Problem, ...]:
     with pytest.raises(InvalidAdapterError) as caught:
-        bind_adapter(adapter(parts, **fields), shapes or SHAPES, max_rank=max_rank)
+        bind_adapter(
+            adapter(parts, modules_to_save=modules_to_save), shapes or SHAPES, max_rank=max_rank
+        )
     assert caught.value.source == "here"
     return caught.value.problems
 
 
-def full_size(rename=lambda path: path):
+def full_size(rename: Callable[[str], str] = lambda path: path) -> dict[str, ModulePart]:
     return {rename(path): part(*size) for path, size in MODULES.items()}
 
 
-def test_exact_names_bind_to_themselves():
+def test_exact_names_bind_to_themselves() -> None:
     parts = full_size()
 
     assert bind_adapter(adapter(parts), SHAPES, max_rank=4) == parts
@@ -75,7 +97,7 @@ def test_exact_names_bind_to_themselves():
     ],
     ids=["one model. too few", "one too many", "another wrapper"],
 )
-def test_a_unique_tail_binds_every_module_to_the_same_place(rename):
+def test_a_unique_tail_binds_every_module_to_the_same_place(rename: Callable[[str], str]) -> None:
     parts = full_size(rename)
 
     bound = bind_adapter(adapter(parts), SHAPES, max_rank=4)
@@ -83,7 +105,7 @@ def test_a_unique_tail_binds_every_module_to_the_same_place(rename):
     assert bound == {path: parts[rename(path)] for path in MODULES}
 
 
-def test_text_only_names_bind_inside_a_multimodal_wrapper():
+def test_text_only_names_bind_inside_a_multimodal_wrapper() -> None:
     shapes = {p.replace("model.", "model.language_model.", 1): s for p, s in SHAPES.items()}
 
     bound = bind_adapter(adapter(full_size()), shapes, max_rank=4)
@@ -91,7 +113,7 @@ def test_text_only_names_bind_inside_a_multimodal_wrapper():
     assert set(bound) == set(shapes)
 
 
-def test_names_that_fit_two_towers_are_ambiguous():
+def test_names_that_fit_two_towers_are_ambiguous() -> None:
     shapes = {f"{tower}.{path}": s for tower in ("text", "vision") for path, s in SHAPES.items()}
 
     problems = problems_of({Q: part(64, 64)}, shapes)
@@ -100,13 +122,13 @@ def test_names_that_fit_two_towers_are_ambiguous():
     assert f"text.{Q}, vision.{Q}" in problems[0].found
 
 
-def test_an_exact_name_wins_over_a_tail():
+def test_an_exact_name_wins_over_a_tail() -> None:
     shapes = {"lm_head": shape(8, 8), "draft.lm_head": shape(8, 8)}
 
     assert list(bind_adapter(adapter({"lm_head": part(8, 8)}), shapes, max_rank=4)) == ["lm_head"]
 
 
-def test_unknown_modules_are_all_named():
+def test_unknown_modules_are_all_named() -> None:
     parts = {**full_size(), "model.layers.99.self_attn.q_proj": part(64, 64), "x": part(1, 1)}
 
     problems = problems_of(parts)
@@ -115,20 +137,20 @@ def test_unknown_modules_are_all_named():
     assert [problem.module for problem in problems] == ["model.layers.99.self_attn.q_proj", "x"]
 
 
-def test_a_tail_ends_at_a_dot():
+def test_a_tail_ends_at_a_dot() -> None:
     problems = problems_of({"model.layers.10.q_proj": part(8, 8)}, {"0.q_proj": shape(8, 8)})
 
     assert [problem.code for problem in problems] == [ProblemCode.UNKNOWN_MODULE]
 
 
-def test_two_modules_for_one_place_name_each_other():
+def test_two_modules_for_one_place_name_each_other() -> None:
     problems = problems_of({Q: part(64, 64), f"model.{Q}": part(64, 64)})
 
     assert [problem.code for problem in problems] == [ProblemCode.DUPLICATE_MODULE]
     assert Q in problems[0].found
 
 
-def test_two_models_in_one_file_do_not_share_a_base():
+def test_two_models_in_one_file_do_not_share_a_base() -> None:
     shapes = {"layers.0.q_proj": shape(8, 8), "layers.1.q_proj": shape(8, 8)}
     parts = {"text.layers.0.q_proj": part(8, 8), "vision.layers.1.q_proj": part(8, 8)}
 
@@ -138,7 +160,7 @@ def test_two_models_in_one_file_do_not_share_a_base():
     assert "text, vision" in problems[0].found
 
 
-def test_shapes_are_compared_with_the_base():
+def test_shapes_are_compared_with_the_base() -> None:
     problems = problems_of({Q: part(60, 70)})
 
     assert [str(problem) for problem in problems] == [
@@ -147,13 +169,13 @@ def test_shapes_are_compared_with_the_base():
     ]
 
 
-def test_the_rank_limit_is_named_with_both_numbers():
+def test_the_rank_limit_is_named_with_both_numbers() -> None:
     problems = problems_of({Q: part(64, 64, rank=9)}, max_rank=8)
 
     assert [str(problem) for problem in problems] == [f"{Q} lora_A is rank 9, expected at most 8"]
 
 
-def test_embedding_pairs_bind_to_embeddings_only():
+def test_embedding_pairs_bind_to_embeddings_only() -> None:
     shapes = {"embed": shape(128, 64, ModuleKind.EMBEDDING), "lm_head": shape(64, 128)}
     good = {"embed": part(128, 64, is_embedding=True), "lm_head": part(64, 128)}
     bad = {"embed": part(128, 64), "lm_head": part(64, 128, is_embedding=True)}
@@ -164,7 +186,7 @@ def test_embedding_pairs_bind_to_embeddings_only():
     assert [problem.code for problem in problems] == [ProblemCode.KIND_MISMATCH] * 2
 
 
-def test_another_vocabulary_is_a_shape_problem():
+def test_another_vocabulary_is_a_shape_problem() -> None:
     shapes = {"embed": shape(128, 64, ModuleKind.EMBEDDING)}
 
     problems = problems_of({"embed": part(130, 64, is_embedding=True)}, shapes)
@@ -174,7 +196,7 @@ def test_another_vocabulary_is_a_shape_problem():
     ]
 
 
-def test_all_kinds_of_problems_come_in_one_error():
+def test_all_kinds_of_problems_come_in_one_error() -> None:
     parts = {Q: part(60, 64), "nowhere": part(1, 1), f"x.{Q}": part(64, 64)}
 
     codes = {problem.code for problem in problems_of(parts)}
@@ -186,32 +208,32 @@ def test_all_kinds_of_problems_come_in_one_error():
     }
 
 
-def test_a_listed_module_that_the_base_has_needs_its_weight():
+def test_a_listed_module_that_the_base_has_needs_its_weight() -> None:
     shapes = {**SHAPES, "score": shape(64, 2)}
     whole = ModulePart(full=FullModule(weight=torch.ones(2, 64)))
-    listed = {"modules_to_save": ("classifier", "score")}
+    listed = ("classifier", "score")
 
-    problems = problems_of({Q: part(64, 64)}, shapes, **listed)
-    bound = bind_adapter(adapter({"score": whole}, **listed), shapes, max_rank=4)
+    problems = problems_of({Q: part(64, 64)}, shapes, modules_to_save=listed)
+    bound = bind_adapter(adapter({"score": whole}, modules_to_save=listed), shapes, max_rank=4)
 
     assert [(p.code, p.module) for p in problems] == [(ProblemCode.MISSING_WEIGHTS, "score")]
     assert bound == {"score": whole}
 
 
-def test_a_listed_module_that_the_base_lacks_is_normal():
+def test_a_listed_module_that_the_base_lacks_is_normal() -> None:
     found = adapter({Q: part(64, 64)}, modules_to_save=("classifier", "score"))
 
     assert list(bind_adapter(found, SHAPES, max_rank=4)) == [Q]
 
 
-def bind_with_copy(copy, base):
+def bind_with_copy(copy: torch.Tensor, base: torch.Tensor | None) -> dict[str, ModulePart]:
     shapes = {"lm_head": shape(8, 16)}
     found = adapter({"lm_head": part(8, 16)}, base_copies={"lm_head": copy})
     return bind_adapter(found, shapes, max_rank=4, base_weight=lambda _: base)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_copy_of_the_base_weight_passes_when_equal(dtype):
+def test_a_copy_of_the_base_weight_passes_when_equal(dtype: torch.dtype) -> None:
     copy = torch.randn(16, 8)
 
     assert list(bind_with_copy(copy, copy.to(dtype))) == ["lm_head"]
@@ -225,7 +247,7 @@ def test_a_copy_of_the_base_weight_passes_when_equal(dtype):
         (None, "cannot be compared"),
     ],
 )
-def test_any_other_copy_is_refused_by_name(base, found):
+def test_any_other_copy_is_refused_by_name(base: torch.Tensor | None, found: str) -> None:
     with pytest.raises(InvalidAdapterError) as caught:
         bind_with_copy(torch.ones(16, 8), base)
 
@@ -237,7 +259,7 @@ PATHS = st.lists(st.sampled_from(["model", "a", "b", "q"]), min_size=1, max_size
 
 
 @given(paths=st.sets(PATHS, max_size=8), path=PATHS)
-def test_what_is_found_is_the_name_itself_or_shares_its_tail(paths, path):
+def test_what_is_found_is_the_name_itself_or_shares_its_tail(paths: set[str], path: str) -> None:
     found = ModulePaths(paths).find(path)
 
     if path in paths:
