@@ -1,11 +1,19 @@
-"""The command of the first screen of the README, as a user types it."""
+"""The commands as a user types them, in processes of their own and cut off from any hub."""
 
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from support.server import run_to_end
+import httpx
+from support.requests import NUM_TOKENS, PROMPT, complete
+from support.server import BASE_NAME, command, run_to_end
+
+if TYPE_CHECKING:
+    from support.worlds import World
 
 WITHIN_S = 300.0
 """The first run on a machine converts the embedded model, which takes half a minute."""
@@ -34,3 +42,25 @@ def test_help_and_mistakes_are_answered_in_words() -> None:
     assert mistake.returncode in {1, 2}
     assert "--max-lorras" in mistake.stderr
     assert "Traceback" not in mistake.stderr
+
+
+def test_serve_says_its_address_answers_and_ends_with_0_on_ctrl_c(llama: World) -> None:
+    name = ("--served-model-name", BASE_NAME)
+    flags = (*name, "--port", "0", "--dtype", "float32", *llama.lora_modules("a05"))
+    arguments = command("serve", str(llama.base), *flags)
+
+    with subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            address = next(line for line in process.stderr if line.startswith("Serving"))
+            with httpx.Client(base_url=address.split()[-1], timeout=60) as client:
+                answer = complete(client, "a05")
+            process.send_signal(signal.SIGINT)
+            rest = process.stderr.read()
+            status = process.wait(30)
+        finally:
+            process.kill()
+
+    assert answer == llama.oracle.greedy("a05", PROMPT, NUM_TOKENS).token_ids
+    assert status == 0, rest
+    assert "Traceback" not in rest

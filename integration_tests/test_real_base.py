@@ -1,4 +1,8 @@
-"""The real base model in bfloat16: a mixed batch answers as each adapter does alone."""
+"""The real base model in bfloat16: a mixed batch answers as each adapter does alone.
+
+Two answers agree when they are equal, or equal up to a tie: a place where the two tokens' logits
+are the same number but for the last place of bfloat16. After that they are different texts.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,8 @@ import asyncio
 import math
 import sys
 import warnings
+from collections import Counter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -24,12 +30,24 @@ if TYPE_CHECKING:
 
 BASE = "base-model"
 ADAPTERS = tuple(f"r{number}" for number in range(8))
-STRENGTH = 0.05
+STRENGTH = 0.15
 """What an adapter adds to each projection, relative to its output: the text stays text."""
 
 NUM_TOKENS = 64
-NUM_EQUAL = 30
-"""Of 32: in bfloat16 two logits are often equal, and the sums behind them depend on the batch."""
+NUM_AGREEING = 30
+"""Of 32."""
+
+TIE = 0.125
+"""One unit in the last place of bfloat16 between 16 and 32, where this model's logits lie."""
+
+NOISE = 0.35
+"""Log-probabilities of the same text differ by up to 0.25 between batches: with 30 layers rounded
+to bfloat16, the order of one sum changes every logit a little. transformers' own two ways, the
+whole text at once and token by token, choose the same token in 98 of 100 positions."""
+
+NUM_NOTICED = 16
+"""Of 32 answers by the base, which the same measure must tell from the adapters' answers. It is not
+all of them: some texts part at a tie before the adapter shows."""
 
 SUBJECTS = ("the sea", "a long winter", "bread", "the moon", "an old bridge", "trains", "a garden")
 FORMS = (
@@ -82,41 +100,72 @@ def fill(layer: LoraLayer, generator: torch.Generator) -> None:
         b.weight.copy_(torch.randn(b.weight.shape, generator=generator) * std)
 
 
-def ask(server: Server, questions: Sequence[tuple[str, str]]) -> list[list[int]]:
-    """Ask all (model, prompt) at the same time and return the answers' tokens."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spoken:
+    """A greedy answer."""
 
-    async def ask_one(client: httpx.AsyncClient, model: str, prompt: str) -> list[int]:
+    token_ids: list[int]
+    logprobs: list[float]
+    gaps: list[float]
+    """Distance to the second best token at each position."""
+
+
+def ask(server: Server, questions: Sequence[tuple[str, str]]) -> list[Spoken]:
+    """Ask all (model, prompt) at the same time."""
+
+    async def ask_one(client: httpx.AsyncClient, model: str, prompt: str) -> Spoken:
         content = {"model": model, "messages": [{"role": "user", "content": prompt}]}
         greedy = {"temperature": 0, "max_tokens": NUM_TOKENS, "return_token_ids": True}
-        reply = await client.post("/v1/chat/completions", json={**content, **greedy})
-        token_ids: list[int] = reply.raise_for_status().json()["choices"][0]["token_ids"]
-        return token_ids
+        scores = {"logprobs": True, "top_logprobs": 2}
+        reply = await client.post("/v1/chat/completions", json={**content, **greedy, **scores})
+        choice = reply.raise_for_status().json()["choices"][0]
+        entries = choice["logprobs"]["content"]
+        tops = [[top["logprob"] for top in entry["top_logprobs"]] for entry in entries]
+        return Spoken(
+            token_ids=choice["token_ids"],
+            logprobs=[entry["logprob"] for entry in entries],
+            gaps=[best - second for best, second in tops],
+        )
 
-    async def ask_all() -> list[list[int]]:
+    async def ask_all() -> list[Spoken]:
         async with httpx.AsyncClient(base_url=server.url, timeout=300) as client:
             return await asyncio.gather(*(ask_one(client, *question) for question in questions))
 
     return asyncio.run(ask_all())
 
 
+def verdict(one: Spoken, other: Spoken) -> str:
+    """Say whether two answers are equal, part at a tie, or differ."""
+    pairs = enumerate(zip(one.token_ids, other.token_ids, strict=False))
+    end = next((i for i, (x, y) in pairs if x != y), NUM_TOKENS)
+    logprobs = zip(one.logprobs[:end], other.logprobs[:end], strict=False)
+    if any(abs(x - y) > NOISE for x, y in logprobs):
+        return "different"
+    if one.token_ids == other.token_ids:
+        return "equal"
+    is_inside = end < min(len(one.token_ids), len(other.token_ids))
+    return "tie" if is_inside and min(one.gaps[end], other.gaps[end]) <= TIE else "different"
+
+
 def test_a_mixed_batch_answers_as_each_adapter_alone(
     server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    models = [BASE, *ADAPTERS]
-    questions = [(models[i % len(models)], prompt) for i, prompt in enumerate(PROMPTS)]
+    questions = [(ADAPTERS[i % len(ADAPTERS)], prompt) for i, prompt in enumerate(PROMPTS)]
 
-    mixed = dict(zip(questions, ask(server, questions), strict=True))
-    alone: dict[tuple[str, str], list[int]] = {}
-    for model in models:  # one after the other: nothing but this adapter runs meanwhile
-        own = [question for question in questions if question[0] == model]
+    mixed = ask(server, questions)
+    alone: dict[tuple[str, str], Spoken] = {}
+    for adapter in ADAPTERS:  # one after the other: nothing but this adapter runs meanwhile
+        own = [question for question in questions if question[0] == adapter]
         alone |= zip(own, ask(server, own), strict=True)
-    plain = ask(server, [(BASE, prompt) for prompt in PROMPTS])
+    plain = ask(server, [(BASE, prompt) for _, prompt in questions])
 
-    num_equal = sum(mixed[question] == alone[question] for question in questions)
-    num_shown = sum(mixed[q] != base for q, base in zip(questions, plain, strict=True))
+    verdicts = Counter(verdict(one, alone[q]) for one, q in zip(mixed, questions, strict=True))
+    others = Counter(verdict(one, other) for one, other in zip(mixed, plain, strict=True))
     with capsys.disabled():
-        sys.stdout.write(f"\nbfloat16: {num_equal} of {len(PROMPTS)} mixed answers equal alone\n")
+        sys.stdout.write(
+            f"\nbfloat16, {len(PROMPTS)} prompts, mixed and alone: {verdicts['equal']} equal, "
+            f"{verdicts['tie']} equal up to a tie, {verdicts['different']} different\n"
+        )
     assert "running each alone" not in server.log.read_text()
-    assert num_equal >= NUM_EQUAL
-    # of the 28 questions that are not for the base
-    assert num_shown >= 24
+    assert verdicts["equal"] + verdicts["tie"] >= NUM_AGREEING
+    assert others["different"] >= NUM_NOTICED, others
