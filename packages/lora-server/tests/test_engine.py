@@ -121,6 +121,7 @@ def build_core(
     prefixes: bool = True,
     slots: int = 2,
     wait: float = 0.05,
+    host: int = 32,
 ) -> EngineCore:
     attention = PagedAttention()
     module = base_model()
@@ -141,7 +142,9 @@ def build_core(
     )
     manager = LoraModelManager(
         module,
-        LoraModelConfig(max_loras=slots, max_lora_rank=4, packed_modules=PACKED_MODULES),
+        LoraModelConfig(
+            max_loras=slots, max_lora_rank=4, max_cpu_loras=host, packed_modules=PACKED_MODULES
+        ),
     )
     model.use_cache(
         KvCache(
@@ -152,7 +155,7 @@ def build_core(
             device=model.device,
         )
     )
-    admission = AdapterAdmission(manager, host_capacity=32, fetch=lambda _digest, _path: None)
+    admission = AdapterAdmission(manager, host_capacity=host, fetch=lambda _digest, _path: None)
     for adapter in adapters.values():
         admission.add(adapter.digest, manager.prepare(adapter), "unused")
     ticks = iter(range(10**9))
@@ -198,6 +201,12 @@ def run(core: EngineCore, requests: list[GenerationRequest]) -> dict[str, list[A
                 outputs.setdefault(output.request_id, []).append(output)
     assert not core.has_work
     return outputs
+
+
+def cache_of(core: EngineCore) -> KvCache:
+    cache = core.model.attention.cache
+    assert cache is not None
+    return cache
 
 
 def leases(stats: EngineStats) -> int:
@@ -317,6 +326,45 @@ def test_one_requests_failure_leaves_its_neighbours_alone(
     assert tokens_of(outputs["good"]) == oracle.greedy((("a", 1.0),), PROMPTS[0], 6)
     assert tokens_of(outputs["base"]) == oracle.greedy((), PROMPTS[3], 6)
     assert core.pool.num_used == 0
+
+
+def test_a_scale_that_overflows_spoils_no_neighbour_and_no_later_request(
+    adapters: Adapters, oracle: Oracle
+) -> None:
+    core = build_core(adapters, budget=64, blocks=24)
+    good = request("good", PROMPTS[0], adapters, (("b", 1.0),))
+
+    first = run(core, [request("bad", PROMPTS[0], adapters, (("a", 1e39),)), good])
+    later = run(core, [request(f"l{i}", prompt, adapters) for i, prompt in enumerate(PROMPTS * 2)])
+
+    assert [type(o) for o in first["bad"]] == [RequestFailed]
+    assert tokens_of(first["good"]) == oracle.greedy((("b", 1.0),), PROMPTS[0], 6)
+    for i, prompt in enumerate(PROMPTS * 2):
+        assert tokens_of(later[f"l{i}"]) == oracle.greedy((), prompt, 6)
+    assert all(layer.isfinite().all() for layer in cache_of(core).layers)
+
+
+def test_a_fetched_adapter_waits_for_room_in_a_full_host_tier(
+    adapters: Adapters, oracle: Oracle
+) -> None:
+    core = build_core({k: adapters[k] for k in "ab"}, host=2)
+    assert core.adapters is not None
+    late = adapters["c"]
+    core.adapters._path_of[late.digest] = "some/folder"
+    hot = [request(f"h{k}", PROMPTS[0], adapters, ((k, 1.0),), max_tokens=40) for k in "ab"]
+    for one in hot:
+        core.submit(one)
+    with torch.inference_mode():
+        for _ in range(4):
+            core.step()
+        core.submit(request("late", PROMPTS[1], adapters, (("c", 1.0),)))
+        core.step()
+
+    core.adapters.finish_fetch(late.digest, core.adapters.manager.prepare(late))
+    ended = run(core, [])
+
+    assert tokens_of(ended["late"]) == oracle.greedy((("c", 1.0),), PROMPTS[1], 6)
+    assert core.scheduler.num_preemptions >= 1
 
 
 def test_an_unknown_version_ends_only_its_own_request(adapters: Adapters, oracle: Oracle) -> None:

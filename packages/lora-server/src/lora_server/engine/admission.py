@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
+from lora_cache import HostTierFullError
 from lora_server.errors import EngineError, UnknownAdapterError
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ class AdapterAdmission:
         self._fetch = fetch
         self._path_of: dict[str, str] = {}
         self._fetching: set[str] = set()
+        self._arrived: dict[str, PreparedAdapter] = {}
+        """Fetched, but the host tier was full of leased and pinned adapters."""
         self._failures: dict[str, Exception] = {}
 
     @property
@@ -44,15 +47,16 @@ class AdapterAdmission:
 
     def add(self, digest: str, prepared: PreparedAdapter, path: str) -> None:
         """Put a checked adapter in the host tier; `path` is where it can be read again."""
-        self._failures.pop(digest, None)
-        self._path_of[digest] = path
         if digest not in self._manager and not self._manager.restore(digest):
             self._manager.register(digest, prepared)
+        self._failures.pop(digest, None)
+        self._path_of[digest] = path
 
     def retire(self, digest: str) -> None:
         """Refuse the adapter to new requests and free it once the last running one has ended."""
         self._path_of.pop(digest, None)
         self._failures.pop(digest, None)
+        self._arrived.pop(digest, None)
         if digest in self._manager:
             self._manager.remove(digest)
 
@@ -66,11 +70,14 @@ class AdapterAdmission:
         return None
 
     def is_runnable(self, sequence: SequenceState) -> bool:
-        """Whether all adapters are in the host tier."""
-        return all(digest in self._manager for digest in sequence.adapter_digests)
+        """Whether all adapters have been read, so that only room may be missing."""
+        known = sequence.adapter_digests
+        return all(digest in self._manager or digest in self._arrived for digest in known)
 
     def can_admit(self, sequence: SequenceState) -> bool:
         """Whether all adapters fit in slots now, beside leased and pinned ones."""
+        if self._arrived:
+            self._settle()
         return not sequence.adapter_digests or self._manager.can_admit(sequence.adapter_digests)
 
     def acquire(self, sequence: SequenceState) -> Lease[str] | None:
@@ -91,9 +98,11 @@ class AdapterAdmission:
             if len(window) >= self._host_capacity:
                 break
         wanted = list(window)[: self._host_capacity]
+        for digest in self._arrived.keys() - window.keys():
+            del self._arrived[digest]  # those who waited for it are gone
         # Whoever makes room for a fetched adapter must not be one that is waited for as well.
         self._manager.touch(wanted)
-        busy = self._fetching | self._failures.keys()
+        busy = self._fetching | self._failures.keys() | self._arrived.keys()
         for digest in wanted:
             if digest not in self._manager and digest in self._path_of and digest not in busy:
                 self._fetching.add(digest)
@@ -110,11 +119,21 @@ class AdapterAdmission:
                 f"adapter version {digest[:12]} could not be read again: {result}"
             )
         elif digest not in self._manager:
-            self._manager.register(digest, result)
+            self._arrived[digest] = result
+            self._settle()
 
     def forget_failures(self) -> None:
         """Let the next request for a failed adapter try again."""
         self._failures.clear()
+
+    def _settle(self) -> None:
+        """Put what has arrived in the host tier, as far as there is room."""
+        for digest in list(self._arrived):
+            try:
+                self._manager.register(digest, self._arrived[digest])
+            except HostTierFullError:
+                return
+            del self._arrived[digest]
 
     def is_pinned(self, digest: str) -> bool:
         """Whether the adapter must keep its slot."""

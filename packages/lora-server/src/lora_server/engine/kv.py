@@ -106,6 +106,17 @@ class BlockPool:
             self._block_of[key] = block
             self._key_of[block] = key
 
+    def forget(self, blocks: Sequence[int]) -> list[int]:
+        """Make used blocks unfindable, because their contents are bad.
+
+        Returns:
+            Those that have no other user, whose contents may be overwritten at once.
+        """
+        for block in blocks:
+            if block in self._key_of:
+                self._forget(block)
+        return [block for block in blocks if self._users[block] == 1]
+
     def forget_all(self) -> None:
         """Drop every key; kept blocks become free."""
         self._free.extend(self._kept)

@@ -210,6 +210,9 @@ class EngineCore:
         if len(wanted) != logits.shape[0]:
             idx = [rows.first + rows.num_prompt_rows for rows in wanted]
             logits = logits[torch.tensor(idx, device=logits.device)]
+        # The largest of a row is NaN or infinite when anything in it is NaN or +infinite.
+        if not bool(logits.amax(dim=-1).isfinite().all()):
+            raise EngineError("the model's output is not a finite number")
         sequences = [rows.sequence for rows in wanted]
         tokens = self._sampler.sample(logits, [self._sampler_row(s) for s in sequences])
         return dict(zip(sequences, tokens, strict=True))
@@ -318,6 +321,10 @@ class EngineCore:
     def _fail(self, sequence: SequenceState, error: Exception) -> list[EngineOutput]:
         """End the whole request of a sequence with an error, once."""
         request_id = sequence.request.request_id
+        if sequence.block_ids:
+            # What it computed may not be finite, and zero times NaN is NaN: attention of the next
+            # user of a block multiplies what lies beyond its own tokens by zero.
+            self.model.clear_blocks(self.pool.forget(sequence.block_ids))
         if not sequence.is_finished:
             self.scheduler.finish(sequence)
         if request_id not in self._requests:

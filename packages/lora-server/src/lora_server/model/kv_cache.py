@@ -71,6 +71,11 @@ class KvCache:
         flat = store.view(-1, *store.shape[2:])
         flat.index_copy_(0, token_slots, torch.stack((key, value), dim=1))
 
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Write zeros over whole blocks in every layer."""
+        for layer in self.layers:
+            layer[list(blocks)] = 0
+
     def read(self, layer: int, blocks: torch.Tensor) -> torch.Tensor:
         """Copy out whole blocks.
 

@@ -20,6 +20,8 @@ from lora_server.errors import StartupError
 from .attention import PagedAttention
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
     from .attention_step import AttentionStep
@@ -54,6 +56,11 @@ class LoadedModel:
     def use_cache(self, cache: KvCache) -> None:
         """Keep keys and values in `cache` from now on."""
         self.attention.cache = cache
+
+    def clear_blocks(self, blocks: Sequence[int]) -> None:
+        """Write zeros over blocks of the KV cache."""
+        if self.attention.cache is not None and blocks:
+            self.attention.cache.clear(blocks)
 
     def forward(
         self,

@@ -15,6 +15,8 @@ MAX_PROMPTS: Final = 2048
 MAX_STOPS: Final = 16
 MAX_LOGPROBS: Final = 20
 _SEED_LIMIT: Final = 2**63
+_FLOAT32_MAX: Final = 3.4e38
+"""Scales are float32 in the operators."""
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 StopText = Annotated[str, Field(min_length=1)]
@@ -62,7 +64,7 @@ class WeightedAdapter(StrictBody):
     """One member of the weighted set that answers a request."""
 
     name: Annotated[str, Field(min_length=1)]
-    scale: Finite = 1.0
+    scale: Annotated[Finite, Field(ge=-_FLOAT32_MAX, le=_FLOAT32_MAX)] = 1.0
 
 
 class StreamOptions(StrictBody):
