@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
+    import httpx
     from support.fixture_types import MakeWorld, StartServer
     from support.server import Server
 
@@ -60,3 +61,11 @@ def start_server(tmp_path_factory: pytest.TempPathFactory) -> StartServer:
         return serve(world, tmp_path_factory.mktemp("server") / "server.log", flags)
 
     return start
+
+
+@pytest.fixture(scope="session")
+def managed(llama: World, start_server: StartServer) -> Iterator[httpx.Client]:
+    """Return a client of a server that serves a00 and a01 and may load everything of the world."""
+    flags = ["--adapter-root", str(llama.folder), "--max-loras", "4", "--max-lora-rank", "32"]
+    with start_server(llama, *llama.lora_modules("a00", "a01"), *flags) as server:
+        yield server.http

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
     from support.checkpoints import Family
 
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""PEFT's files."""
+
 STRENGTH = 1.0
 """Size of what an adapter adds to a module's output, relative to the output itself."""
 

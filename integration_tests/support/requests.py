@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 from support.server import BASE_NAME
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
     import httpx
+
+    from support.oracle import Choice
+    from support.worlds import World
 
 PROMPT = tuple(range(20, 60, 3))
 """A prompt after which every adapter of every family answers differently."""
@@ -42,3 +49,32 @@ def refusal(reply: httpx.Response, status: int, code: str) -> dict[str, Any]:
     assert {"message", "type", "param", "code"} <= error.keys()
     assert error["code"] == code, error
     return error
+
+
+def expected(world: World, choice: Choice, num_tokens: int = NUM_TOKENS) -> tuple[int, ...]:
+    """Return PEFT's tokens after `PROMPT`."""
+    return world.oracle.greedy(choice, PROMPT, num_tokens).token_ids
+
+
+def streamed(reply: httpx.Response) -> Iterator[list[int]]:
+    """Yield the tokens of each chunk. Keep the iterator: closing it closes the connection."""
+    for line in reply.iter_lines():
+        if line.startswith("data: {"):
+            for choice in json.loads(line.removeprefix("data: "))["choices"]:
+                yield choice["token_ids"]
+
+
+def load(client: httpx.Client, name: str, path: Path | str, **fields: Any) -> httpx.Response:
+    """Ask for an adapter to be loaded."""
+    content = {"lora_name": name, "lora_path": str(path), **fields}
+    return client.post("/v1/load_lora_adapter", json=content)
+
+
+def unload(client: httpx.Client, name: str) -> httpx.Response:
+    """Ask for an adapter to be forgotten."""
+    return client.post("/v1/unload_lora_adapter", json={"lora_name": name})
+
+
+def served(client: httpx.Client) -> list[str]:
+    """Return the names of `/v1/models`."""
+    return [card["id"] for card in client.get("/v1/models").raise_for_status().json()["data"]]

@@ -348,22 +348,19 @@ def test_a_fetched_adapter_waits_for_room_in_a_full_host_tier(
     adapters: Adapters, oracle: Oracle
 ) -> None:
     core = build_core({k: adapters[k] for k in "ab"}, host=2)
-    assert core.adapters is not None
-    late = adapters["c"]
-    core.adapters._path_of[late.digest] = "some/folder"
-    hot = [request(f"h{k}", PROMPTS[0], adapters, ((k, 1.0),), max_tokens=40) for k in "ab"]
-    for one in hot:
-        core.submit(one)
-    with torch.inference_mode():
-        for _ in range(4):
-            core.step()
-        core.submit(request("late", PROMPTS[1], adapters, (("c", 1.0),)))
-        core.step()
+    admission = core.adapters
+    assert admission is not None
+    by_digest = {adapter.digest: adapter for adapter in adapters.values()}
+    admission._path_of[adapters["c"].digest] = "some/folder"
+    admission._fetch = lambda digest, _path: admission.finish_fetch(
+        digest, admission.manager.prepare(by_digest[digest])
+    )
+    requests = [request(f"r{k}", PROMPTS[0], adapters, ((k, 1.0),), max_tokens=40) for k in "abc"]
 
-    core.adapters.finish_fetch(late.digest, core.adapters.manager.prepare(late))
-    ended = run(core, [])
+    ended = run(core, requests)
 
-    assert tokens_of(ended["late"]) == oracle.greedy((("c", 1.0),), PROMPTS[1], 6)
+    for k in "abc":
+        assert tokens_of(ended[f"r{k}"]) == oracle.greedy(((k, 1.0),), PROMPTS[0], 40)
     assert core.scheduler.num_preemptions >= 1
 
 
