@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from typing import TYPE_CHECKING
 
-import httpx
 import pytest
 from support.adapters import CONFIG, WEIGHTS
 from support.requests import (
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    import httpx
     from support.worlds import World
 
 
