@@ -67,6 +67,7 @@ def types(session: nox.Session) -> None:
         folder = f"packages/{package}"
         _uv_run(session, "mypy", f"{folder}/src")
         _uv_run(session, "mypy", f"{folder}/tests")
+    _uv_run(session, "mypy", "integration_tests")
     copy = Path(session.create_tmp()) / "checks.py"
     shutil.copyfile(ROOT / "nox.py", copy)
     _uv_run(session, "mypy", "--config-file", "pyproject.toml", str(copy))

@@ -87,21 +87,25 @@ class AdapterAdmission:
         return self._manager.acquire(sequence.adapter_digests)
 
     def prefetch(self, sequences: Iterable[SequenceState]) -> None:
-        """Start fetching what the first sequences need, no more than the host tier can hold.
+        """Start fetching what the first sequences need, one more than the host tier can hold.
+
+        The one more waits for room: its request counts as runnable, so that it is not passed over
+        for ever while leased adapters fill the host tier.
 
         Args:
             sequences: running ones first, then waiting ones in the order they will be admitted.
         """
         window: dict[str, None] = {}
+        limit = self._host_capacity + 1
         for sequence in sequences:
             window.update(dict.fromkeys(sequence.adapter_digests))
-            if len(window) >= self._host_capacity:
+            if len(window) >= limit:
                 break
-        wanted = list(window)[: self._host_capacity]
+        wanted = list(window)[:limit]
         for digest in self._arrived.keys() - window.keys():
             del self._arrived[digest]  # those who waited for it are gone
-        # Whoever makes room for a fetched adapter must not be one that is waited for as well.
-        self._manager.touch(wanted)
+        # Whoever makes room for a fetched adapter must not be one that is needed before it.
+        self._manager.touch(wanted[::-1])
         busy = self._fetching | self._failures.keys() | self._arrived.keys()
         for digest in wanted:
             if digest not in self._manager and digest in self._path_of and digest not in busy:

@@ -178,7 +178,9 @@ class EngineCore:
                 sequence = chunks[0].sequence
                 _log.exception("request %s failed", sequence.request.request_id)
                 return self._fail(sequence, EngineError(f"{type(error).__name__}: {error}"))
-            _log.warning("a step of %d sequences failed: running each alone", len(chunks))
+            _log.warning(
+                "a step of %d sequences failed: running each alone", len(chunks), exc_info=True
+            )
         return [output for chunk in chunks for output in self._run_if_unfinished(chunk)]
 
     def _run_if_unfinished(self, chunk: ScheduledChunk) -> list[EngineOutput]:
