@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lora_kernels import Backend, apply_lora_, embedding_lora_, expand_, route_tokens, shrink
 from lora_kernels._aten.plan import Way
+from lora_kernels.testing import random_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -146,3 +147,30 @@ def test_embedding_ignores_unnamed_slots_and_the_ids_of_base_tokens(
     assert torch.equal(poisoned, clean)
     assert torch.equal(bits(clean)[[0, 2]], bits(step.y)[[0, 2]])
     assert not torch.equal(clean[1], step.y[1])
+
+
+@pytest.mark.parametrize("backend", Backend)
+@pytest.mark.parametrize("num_tokens", [2, 16, 300])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_adapter_without_any_slice_of_the_module_changes_nothing_beside_one_with(
+    backend: Backend, num_tokens: int, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(5)
+    weights = random_weights(
+        [(0, 0, 0), (4, 4, 4)],
+        max_rank=8,
+        in_features=24,
+        out_features=(16, 8, 8),
+        dtype=dtype,
+        generator=generator,
+    )
+    x = torch.randn(num_tokens, 24, generator=generator).to(dtype)
+    y = torch.randn(num_tokens, 32, generator=generator).to(dtype)
+    half = num_tokens // 2
+    before = y.clone()
+
+    routing = route_tokens([0] * half + [1] * (num_tokens - half), num_slots=2)
+    apply_lora_(y, x, weights, routing, backend=backend)
+
+    assert torch.equal(bits(y)[:half], bits(before)[:half])
+    assert not torch.equal(y[half:], before[half:])
