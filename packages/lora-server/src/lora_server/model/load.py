@@ -92,31 +92,35 @@ class LoadedModel:
 
 
 def load_model(path: str, *, dtype: str = "auto", device: str = "auto") -> LoadedModel:
-    """Load a checkpoint folder.
+    """Load a checkpoint.
 
     Args:
-        path: folder in transformers' layout (safetensors, config, tokenizer).
+        path: folder in transformers' layout (safetensors, config, tokenizer), or the name of a
+            repository in the local hub cache.
         dtype: `auto` takes the checkpoint's; else `float32`, `bfloat16` or `float16`.
         device: `auto` takes CUDA where there is one.
 
     Raises:
-        StartupError: the folder is missing, holds no causal language model with a tokenizer, or
-            the model keeps a state that is not keys and values.
+        StartupError: there is nothing of that name, or it holds no causal language model with a
+            tokenizer, or the model keeps a state that is not keys and values.
     """
     folder = Path(path).expanduser()
-    if not (folder / "config.json").is_file():
-        found = str(sorted(p.name for p in folder.iterdir())[:8]) if folder.is_dir() else "nothing"
+    if folder.exists() and not (folder / "config.json").is_file():
+        found = sorted(p.name for p in folder.iterdir())[:8] if folder.is_dir() else "a file"
         raise StartupError([f"model {path}: expected a folder with a config.json, found {found}"])
+    if not folder.exists() and (path.startswith(("/", ".", "~")) or path.count("/") > 1):
+        raise StartupError([f"model {path}: no such folder"])
+    source = str(folder) if folder.exists() else path
     target = torch.device(
         ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     )
     transformers_logging.disable_progress_bar()  # the log is the operator's
     attention = PagedAttention()
     try:
-        config = AutoConfig.from_pretrained(folder)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(source)
+        tokenizer = AutoTokenizer.from_pretrained(source)
         module = AutoModelForCausalLM.from_pretrained(
-            folder,
+            source,
             dtype="auto" if dtype == "auto" else getattr(torch, dtype),
             attn_implementation=attention.name,
         )
