@@ -25,6 +25,7 @@ nox.options.sessions = ["lint", "imports", "types", "unit", "build", "integratio
 ROOT = Path(__file__).parent
 PACKAGES = ["lora-weights", "lora-kernels", "lora-cache", "lora-layers", "lora-server"]
 LIGHT = {"lora-cache"}
+EXTRAS = {"lora-server": ["demo"]}  # what a package's tests need of its own optional parts
 ENVIRONMENTS = ROOT / ".nox" / "environments"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
@@ -68,9 +69,12 @@ def types(session: nox.Session) -> None:
         _uv_run(session, "mypy", f"{folder}/src")
         _uv_run(session, "mypy", f"{folder}/tests")
     _uv_run(session, "mypy", "integration_tests")
-    copy = Path(session.create_tmp()) / "checks.py"
+    copy = Path(session.create_tmp()).resolve() / "checks.py"
     shutil.copyfile(ROOT / "nox.py", copy)
-    _uv_run(session, "mypy", "--config-file", "pyproject.toml", str(copy))
+    # From a folder where `import nox` finds the package and not this file.
+    with session.chdir(copy.parent):
+        config = str(ROOT / "pyproject.toml")
+        _uv_run(session, "--project", str(ROOT), "mypy", "--config-file", config, copy.name)
 
 
 @nox.session
@@ -78,9 +82,10 @@ def types(session: nox.Session) -> None:
 def unit(session: nox.Session, package: str) -> None:
     """Run one package's tests with nothing installed but what it declares."""
     environment = "light-tests" if package in LIGHT else "shared"
+    extras = [argument for extra in EXTRAS.get(package, []) for argument in ("--extra", extra)]
     _uv_run(
         session,
-        *("--exact", "--package", package, "--no-default-groups", "--group", "test"),
+        *("--exact", "--package", package, "--no-default-groups", "--group", "test", *extras),
         *("pytest", f"packages/{package}/tests", *session.posargs),
         environment=environment,
     )
@@ -89,7 +94,7 @@ def unit(session: nox.Session, package: str) -> None:
 @nox.session
 def build(session: nox.Session) -> None:
     """Build the five wheels, install them together, import each."""
-    dist = Path(session.create_tmp()) / "dist"
+    dist = Path(session.create_tmp()).resolve() / "dist"
     target = dist.with_name("target")
     for folder in (dist, target):
         shutil.rmtree(folder, ignore_errors=True)
