@@ -1,7 +1,7 @@
 """Where the options come from: command line, `LORA_SERVER_*` variables, a YAML file, defaults.
 
 The first of these that names an option decides. Unknown names are refused, all problems are
-reported together, and each value is remembered with who set it. The only module that touches the
+reported together, and each value is remembered with who set it. The only module that reads the
 environment.
 """
 
@@ -131,15 +131,6 @@ def environment_without_options(environ: Mapping[str, str] | None = None) -> dic
     """Return the variables for a child process that is to be told its options by flags only."""
     variables = _variables(environ)
     return {key: value for key, value in variables.items() if not key.startswith(ENV_PREFIX)}
-
-
-def prefer_huge_pages() -> None:
-    """Ask torch to put large CPU tensors on huge pages, unless the user has decided about it.
-
-    torch reads this variable once, before its first allocation, and has no function for it. A
-    step streams all weights; on 4 KiB pages a good part of that is looking up addresses.
-    """
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # noqa: TID251 - torch has no other way
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Protocol
 
 from lora_server.cli.arguments import add_config_flags, read_config
 from lora_server.errors import StartupError
-from lora_server.options import prefer_huge_pages
 
 if TYPE_CHECKING:
     import argparse
@@ -71,7 +70,6 @@ def run(parsed: argparse.Namespace, extras: Sequence[str]) -> int:
         StartupError: with everything that keeps the service from starting.
     """
     resolved = read_config(parsed, extras)
-    prefer_huge_pages()  # before torch is imported
 
     def build(config: ServerConfig) -> Service:
         from lora_server.cli.build import build_service
