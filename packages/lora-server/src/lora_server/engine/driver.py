@@ -72,11 +72,6 @@ class Engine:
         self._is_stopping = False
         self._is_draining = False
 
-    @property
-    def max_model_len(self) -> int:
-        """Most tokens of prompt and answer together."""
-        return self._core.max_model_len
-
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()
