@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_weights import InvalidAdapterError, LoraPair, ModulePart, pack_parts
+from lora_weights import BoundPart, InvalidAdapterError, LoraPair, pack_parts
 from lora_weights.testing import pair_of
 
 if TYPE_CHECKING:
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
-def part(rows: int, *, rank: int = 2, width: int = 8, seed: int = 0) -> ModulePart:
+def part(rows: int, *, rank: int = 2, width: int = 8, seed: int = 0) -> BoundPart:
     generator = torch.Generator().manual_seed(seed)
     pair = LoraPair(
         lora_a=torch.randn((rank, width), generator=generator),
         lora_b=torch.randn((rows, rank), generator=generator),
     )
-    return ModulePart(pair=pair)
+    return BoundPart(pair=pair)
 
 
 def test_members_become_slices_in_the_order_of_the_mapping() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lora_weights.adapter import Adapter
+from lora_weights.bound import BaseTensors, BoundPart
 from lora_weights.config import AdapterConfig
 from lora_weights.errors import (
     AdapterError,
@@ -13,8 +14,16 @@ from lora_weights.errors import (
     SourceError,
     UnsafeFormatError,
 )
+from lora_weights.experts import ExpertPair, ExpertPart, ExpertShape
 from lora_weights.load import load_adapter
-from lora_weights.modules import FullModule, LoraPair, ModuleKind, ModulePart, ModuleShape
+from lora_weights.modules import (
+    FullModule,
+    LoraPair,
+    ModuleKind,
+    ModulePart,
+    ModuleShape,
+    TokenRows,
+)
 from lora_weights.packing import PackedPart, pack_parts
 from lora_weights.report import AdapterReport, ModuleSummary, inspect_adapter
 from lora_weights.save import RawAdapter, save_adapter
@@ -26,6 +35,11 @@ __all__ = [
     "AdapterError",
     "AdapterNotFoundError",
     "AdapterReport",
+    "BaseTensors",
+    "BoundPart",
+    "ExpertPair",
+    "ExpertPart",
+    "ExpertShape",
     "FullModule",
     "InvalidAdapterError",
     "LoraPair",
@@ -38,6 +52,7 @@ __all__ = [
     "ProblemCode",
     "RawAdapter",
     "SourceError",
+    "TokenRows",
     "UnsafeFormatError",
     "bind_adapter",
     "inspect_adapter",

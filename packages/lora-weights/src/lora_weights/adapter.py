@@ -39,7 +39,13 @@ class Adapter:
     @property
     def rank(self) -> int:
         """Largest rank of any pair; 0 when there is none."""
-        return max((part.pair.rank for part in self.parts.values() if part.pair), default=0)
+        wholes = [(part.pair, part.experts) for part in self.parts.values()]
+        return max((part.rank for pair in wholes for part in pair if part), default=0)
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether it may be scaled, or be one of a weighted set: no gain and no whole module."""
+        return all(part.is_linear for part in self.parts.values())
 
     @property
     def nbytes(self) -> int:

@@ -1,6 +1,7 @@
-"""What one module gets from an adapter: a pair, and beside it bias, magnitude or a full module.
+"""What one module gets from an adapter: a pair, and beside it biases, gains or a full module.
 
-Shapes: `r` rank of the adapter, `I` in, `O` out, `V` vocabulary, `D` embedding width.
+As stored, with the scaling folded in where it is linear; `bound` holds what a served base makes of
+it. Shapes: `r` rank of the adapter, `I` in, `O` out, `V` vocabulary, `D` embedding width.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
+
+    from lora_weights.experts import ExpertPart
 
 
 class ModuleKind(StrEnum):
@@ -80,21 +83,49 @@ class FullModule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenRows:
+    """New values for single rows of an embedding (PEFT's ``trainable_token_indices``)."""
+
+    token_ids: torch.Tensor
+    """`[n]`, int64, each once."""
+    rows: torch.Tensor
+    """`[n, D]`: the rows that replace the base's."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both tensors."""
+        return self.token_ids.nbytes + self.rows.nbytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModulePart:
-    """Everything one module gets from one adapter."""
+    """Everything one module gets from one adapter, as stored."""
 
     pair: LoraPair | None = None
     """The low-rank pair."""
+    lora_bias: torch.Tensor | None = None
+    """`[O]`, the bias of lora_B times the scaling; added."""
     bias: torch.Tensor | None = None
-    """`[O]`, added or replacing as the adapter's configuration says."""
+    """`[O]`, the trained bias of the base module; replaces the base's."""
     magnitude: torch.Tensor | None = None
     """`[O]`, DoRA's magnitude vector."""
+    gain: torch.Tensor | None = None
+    """`[O]`, factor of the module's output (IA3)."""
     full: FullModule | None = None
-    """A whole replacement; then there is no pair."""
+    """A whole replacement; then there is nothing else."""
+    token_rows: TokenRows | None = None
+    """Replaced rows of an embedding, or of the head tied to it."""
+    experts: ExpertPart | None = None
+    """Pairs of a fused experts module; then there is nothing else."""
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether a scale on the part is a scale on what it adds to the base's output."""
+        return self.magnitude is None and self.gain is None and self.full is None
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        tensors = [t.nbytes for t in (self.bias, self.magnitude) if t is not None]
-        wholes = [part.nbytes for part in (self.pair, self.full) if part is not None]
-        return sum(tensors) + sum(wholes)
+        vectors = (self.lora_bias, self.bias, self.magnitude, self.gain)
+        wholes = (self.pair, self.full, self.token_rows, self.experts)
+        return sum(part.nbytes for part in (*vectors, *wholes) if part is not None)

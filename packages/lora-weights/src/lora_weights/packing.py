@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from lora_weights.bound import BoundPart
 from lora_weights.errors import InvalidAdapterError, Problem, ProblemCode
-from lora_weights.modules import LoraPair, ModulePart
+from lora_weights.modules import LoraPair
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 class PackedPart:
     """What one packed module gets: a part for each slice, in the order of its rows."""
 
-    parts: tuple[ModulePart | None, ...]
+    parts: tuple[BoundPart | None, ...]
     """`P` parts; None leaves the slice as the base computes it."""
 
     @property
@@ -45,7 +46,7 @@ class PackedPart:
 
 
 def pack_parts(
-    parts: Mapping[str, ModulePart],
+    parts: Mapping[str, BoundPart],
     packed_modules: Mapping[str, Sequence[str]],
     *,
     slice_sizes: Mapping[str, Sequence[int]] | None = None,
@@ -69,7 +70,7 @@ def pack_parts(
         ValueError: `packed_modules` gives one member to two packed modules.
     """
     members = _Members(packed_modules)
-    groups: dict[str, dict[str, ModulePart]] = {}
+    groups: dict[str, dict[str, BoundPart]] = {}
     names: dict[str, Sequence[str]] = {}
     for path, part in parts.items():
         home = members.find(path)
@@ -128,7 +129,7 @@ class _Members:
 
 def _pack_group(
     path: str,
-    group: Mapping[str, ModulePart],
+    group: Mapping[str, BoundPart],
     members: Sequence[str],
     sizes: Sequence[int] | None,
 ) -> PackedPart:
@@ -147,7 +148,7 @@ def _pack_group(
     return PackedPart(parts=tuple(_spread(path, members, found_parts, sizes)))
 
 
-def _cut(path: str, part: ModulePart, sizes: Sequence[int]) -> Iterator[ModulePart]:
+def _cut(path: str, part: BoundPart, sizes: Sequence[int]) -> Iterator[BoundPart]:
     """Yield one part per slice: B's rows in order, A shared."""
     pair = part.pair
     assert pair is not None
@@ -160,15 +161,15 @@ def _cut(path: str, part: ModulePart, sizes: Sequence[int]) -> Iterator[ModulePa
     for size in sizes:
         lora_b = pair.lora_b[start : start + size]
         start += size
-        yield ModulePart(pair=LoraPair(lora_a=pair.lora_a, lora_b=lora_b))
+        yield BoundPart(pair=LoraPair(lora_a=pair.lora_a, lora_b=lora_b))
 
 
 def _spread(
     path: str,
     members: Sequence[str],
-    parts: Sequence[ModulePart | None],
+    parts: Sequence[BoundPart | None],
     sizes: Sequence[int],
-) -> Iterator[ModulePart | None]:
+) -> Iterator[BoundPart | None]:
     """Yield one part per slice when a member covers several slices."""
     rows = [None if part is None or part.pair is None else part.pair.out_features for part in parts]
     runs = list(_match_runs(rows, sizes))

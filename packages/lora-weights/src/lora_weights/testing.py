@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from lora_weights.bound import BoundPart
     from lora_weights.modules import LoraPair, ModulePart
 
 FACTOR_STD = 0.5
@@ -107,7 +108,7 @@ def write_adapter(
     return save_adapter(raw, folder)
 
 
-def pair_of(parts: Mapping[str, ModulePart], path: str) -> LoraPair:
+def pair_of(parts: Mapping[str, ModulePart | BoundPart], path: str) -> LoraPair:
     """Return the pair of a module that must have one."""
     pair = parts[path].pair
     assert pair is not None, f"{path} has no pair"

@@ -10,14 +10,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lora_weights.bound import BoundPart
 from lora_weights.errors import InvalidAdapterError, Problem, ProblemCode
+from lora_weights.experts import ExpertShape
 from lora_weights.modules import ModuleKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from lora_weights.adapter import Adapter
-    from lora_weights.modules import LoraPair, ModulePart, ModuleShape
+    from lora_weights.bound import BaseTensors
+    from lora_weights.modules import LoraPair, ModuleShape
 
 _MAX_LISTED = 4
 
@@ -56,19 +59,20 @@ def _is_tail(tail: str, path: str) -> bool:
 
 def bind_adapter(
     adapter: Adapter,
-    shapes: Mapping[str, ModuleShape],
+    shapes: Mapping[str, ModuleShape | ExpertShape],
     *,
     max_rank: int,
-    base_weight: Callable[[str], torch.Tensor | None] | None = None,
-) -> dict[str, ModulePart]:
+    base: Callable[[str], BaseTensors | None] | None = None,
+) -> dict[str, BoundPart]:
     """Match an adapter with a base model.
 
     Args:
         adapter: a checked adapter.
         shapes: module path in the base model -> size, for every module that can take a pair.
         max_rank: largest rank accepted.
-        base_weight: returns the base's weight of a module path in `shapes`, for the copies that
-            PEFT saves beside embeddings; None refuses such copies by name.
+        base: returns the base's tensors of a module path in `shapes`, or None where it cannot.
+            What depends on them (DoRA, replaced biases, token rows, copies of base weights) is
+            refused by name without.
 
     Returns:
         Module path in the base model -> what the module gets. Every part of the adapter is in it.
@@ -79,20 +83,24 @@ def bind_adapter(
     """
     targets, problems = _resolve(adapter, shapes)
     bound = {}
-    for path, base in targets.items():
-        part = adapter.parts[path]
+    for path, target in targets.items():
+        part, shape = adapter.parts[path], shapes[target]
+        if isinstance(shape, ExpertShape):
+            problems.append(_problem(ProblemCode.KIND_MISMATCH, path, "", "a module", "experts"))
+            continue
         if part.pair is not None:
-            problems += _check_pair(path, part.pair, shapes[base], max_rank)
-        bound[base] = part
+            problems += _check_pair(path, part.pair, shape, max_rank)
+        gain = None if part.gain is None else part.gain.float()
+        bound[target] = BoundPart(pair=part.pair, full=part.full, gain=gain)
     problems += _check_saved_modules(adapter, shapes)
-    problems += _check_base_copies(adapter, targets, base_weight)
+    problems += _check_base_copies(adapter, targets, base)
     if problems:
         raise InvalidAdapterError(problems, source=adapter.source)
     return bound
 
 
 def _resolve(
-    adapter: Adapter, shapes: Mapping[str, ModuleShape]
+    adapter: Adapter, shapes: Mapping[str, ModuleShape | ExpertShape]
 ) -> tuple[dict[str, str], list[Problem]]:
     """Return checkpoint path -> base path, and the modules without one clear place."""
     paths, problems = ModulePaths(shapes), []
@@ -187,7 +195,9 @@ def _problem(code: ProblemCode, module: str, tensor: str, found: str, expected: 
     return Problem(code=code, module=module, tensor=tensor, found=found, expected=expected)
 
 
-def _check_saved_modules(adapter: Adapter, shapes: Mapping[str, ModuleShape]) -> list[Problem]:
+def _check_saved_modules(
+    adapter: Adapter, shapes: Mapping[str, ModuleShape | ExpertShape]
+) -> list[Problem]:
     """Return a problem for each listed module that the base has and the file has no weight for.
 
     PEFT lists heads that a model may not have, so a listed name without a module is normal.
@@ -211,20 +221,18 @@ def _check_saved_modules(adapter: Adapter, shapes: Mapping[str, ModuleShape]) ->
 def _check_base_copies(
     adapter: Adapter,
     targets: Mapping[str, str],
-    base_weight: Callable[[str], torch.Tensor | None] | None,
+    base: Callable[[str], BaseTensors | None] | None,
 ) -> list[Problem]:
     """Return a problem for each stored base weight that is not known to equal the base's."""
     problems = []
     for path, copy in adapter.base_copies.items():
-        base = None
-        if base_weight is not None and path in targets:
-            base = base_weight(targets[path])
-        if base is None:
+        tensors = base(targets[path]) if base is not None and path in targets else None
+        if tensors is None:
             found = "a copy of the base's weight that cannot be compared"
-        elif copy.shape != base.shape:
-            found = f"{list(copy.shape)}, not the base's {list(base.shape)}"
+        elif copy.shape != tensors.weight.shape:
+            found = f"{list(copy.shape)}, not the base's {list(tensors.weight.shape)}"
         # A base served in a narrower type is still the base the adapter was trained on.
-        elif not torch.equal(copy.to(base.dtype), base.detach().cpu()):
+        elif not torch.equal(copy.to(tensors.weight.dtype), tensors.weight.detach().cpu()):
             found = "another weight than the base's"
         else:
             continue

@@ -9,10 +9,10 @@ import torch
 from lora_weights import (
     Adapter,
     AdapterReport,
+    BoundPart,
     InvalidAdapterError,
     LoraPair,
     ModuleKind,
-    ModulePart,
     ModuleShape,
     PackedPart,
     Problem,
@@ -36,7 +36,7 @@ def load_and_pack(folder: Path) -> dict[str, PackedPart]:
         ),
         "lm_head": ModuleShape(in_features=64, out_features=128),
     }
-    parts: dict[str, ModulePart] = bind_adapter(adapter, shapes, max_rank=64)
+    parts: dict[str, BoundPart] = bind_adapter(adapter, shapes, max_rank=64)
     packed = pack_parts(parts, {"qkv_proj": ("q_proj", "k_proj", "v_proj")})
     pairs: tuple[LoraPair | None, ...] = packed["qkv_proj"].slices
     del pairs
