@@ -67,6 +67,19 @@ def check_buffer(op: str, v: Tensor, routing: Routing, weights: StackedWeights) 
         raise KernelArgumentError(f"{op}: v is {v.dtype}, expected float32")
 
 
+def check_gains(op: str, routing: Routing, weights: StackedWeights) -> None:
+    """Check that a slot with a gain, which is not linear in a scale, is alone on its tokens.
+
+    Raises:
+        KernelArgumentError: such a slot is scaled, or shares a token with another entry.
+    """
+    if weights.gain_slots and (mixed := weights.gain_slots & routing.mixed_slots):
+        raise KernelArgumentError(
+            f"{op}: slots {sorted(mixed)} have an output gain and are part of a weighted set, "
+            "expected one entry of scale 1 for each of their tokens"
+        )
+
+
 def check_token_ids(op: str, token_ids: Tensor, routing: Routing, weights: StackedWeights) -> None:
     """Check the ids of an embedding look-up; values of base tokens are never read.
 

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from lora_kernels._aten import embedding as aten
+from lora_kernels._aten.affine import apply_affine_
 from lora_kernels.backend import Backend
-from lora_kernels.checks import check_output, check_pairing, check_token_ids
+from lora_kernels.checks import check_gains, check_output, check_pairing, check_token_ids
 from lora_kernels.reference import embedding as reference
 
 if TYPE_CHECKING:
@@ -34,8 +35,9 @@ def embedding_lora_(
     """Add the LoRA part of an embedding look-up, in place.
 
     Semantics: `y[t] += scale[e] * lora_b[0][slot[e], :, :r] @ lora_a[0][slot[e], :r, token_ids[t]]`
-    with `t = token[e]`. The sum over the entries of a token is in float32, rounded once. Rows of
-    tokens without entry are neither read nor written, and their ids may be anything.
+    with `t = token[e]`, then gains and biases as in `apply_lora_`. The sum over the entries of a
+    token is in float32, rounded once. Rows of tokens without entry are neither read nor written,
+    and their ids may be anything.
 
     Args:
         y: base embeddings, `[T, D]`, written in place; rows may be strided.
@@ -50,14 +52,17 @@ def embedding_lora_(
     Raises:
         UnsupportedShapeError: `y` or `token_ids` has another shape, or there are several slices.
         KernelArgumentError: a token with an entry has an id outside the vocabulary; slots, dtypes
-            or devices do not fit together. Nothing is written then.
+            or devices do not fit together; a slot with a gain is part of a weighted set. Nothing
+            is written then.
     """
     check_pairing("embedding_lora_", routing, weights)
     check_token_ids("embedding_lora_", token_ids, routing, weights)
     check_output("embedding_lora_", y, routing, weights)
+    check_gains("embedding_lora_", routing, weights)
     if routing.is_empty:
         return y
     with torch.no_grad():
         if backend is Backend.REFERENCE:
             return reference.embedding_lora_(y, token_ids, weights, routing)
-        return aten.embedding_lora_(y, token_ids, weights, routing)
+        aten.embedding_lora_(y, token_ids, weights, routing)
+        return apply_affine_(y, weights, routing)

@@ -12,8 +12,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from lora_kernels._aten import linear as aten
+from lora_kernels._aten.affine import apply_affine_
 from lora_kernels.backend import Backend
-from lora_kernels.checks import check_activations, check_buffer, check_output, check_pairing
+from lora_kernels.checks import (
+    check_activations,
+    check_buffer,
+    check_gains,
+    check_output,
+    check_pairing,
+)
 from lora_kernels.reference import linear as reference
 
 if TYPE_CHECKING:
@@ -70,8 +77,8 @@ def expand_(
     Semantics: `y[token[e], off_p : off_p + O_p] += scale[e] * B_p @ v[p, e, :r]` with
     `B_p = lora_b[p][slot[e], :, :r]` and `off_p` the sum of the widths before slice `p`. Slices
     may have different widths; an absent slice adds nothing. The sum over all entries of a token
-    is in float32 and rounded to the dtype of `y` once. Rows of tokens without entry are neither
-    read nor written.
+    is in float32 and rounded to the dtype of `y` once. Gains and biases follow, as in
+    `apply_lora_`. Rows of tokens without entry are neither read nor written.
 
     Args:
         y: base output, `[T, sum O_p]`, written in place; rows may be strided.
@@ -85,17 +92,19 @@ def expand_(
 
     Raises:
         UnsupportedShapeError: `y` or `v` has another shape.
-        KernelArgumentError: slots, dtypes or devices do not fit together.
+        KernelArgumentError: slots, dtypes or devices do not fit together, or a slot with a gain is
+            part of a weighted set.
     """
     check_pairing("expand_", routing, weights)
     check_output("expand_", y, routing, weights)
     check_buffer("expand_", v, routing, weights)
+    check_gains("expand_", routing, weights)
     if routing.is_empty:
         return y
     with torch.no_grad():
         if backend is Backend.REFERENCE:
             return reference.expand_(y, v, weights, routing)
-        return aten.expand_(y, v, weights, routing)
+        return apply_affine_(aten.expand_(y, v, weights, routing), weights, routing)
 
 
 def apply_lora_(
@@ -109,7 +118,9 @@ def apply_lora_(
     """Add the LoRA part of a (packed) linear module, in place: `expand_` of `shrink`.
 
     Semantics: `y[token[e], off_p : off_p + O_p] += scale[e] * B_p @ (A_p @ x[token[e]])` with
-    `A_p = lora_a[p][slot[e], :r]` and `B_p = lora_b[p][slot[e], :, :r]`.
+    `A_p = lora_a[p][slot[e], :r]` and `B_p = lora_b[p][slot[e], :, :r]`; then, where slots have a
+    gain or a bias, `y[t] = gain[slot[e]] * y[t] + sum_e scale[e] * bias[slot[e]]`, with or without
+    pairs. A gain is not linear in a scale, so its slot's tokens have one entry of scale 1.
 
     Rows of tokens without entry stay bit for bit as they are. A slot that no entry names never
     reaches an output, whatever it holds.
@@ -126,14 +137,16 @@ def apply_lora_(
 
     Raises:
         UnsupportedShapeError: `y` or `x` has another shape.
-        KernelArgumentError: slots, dtypes or devices do not fit together.
+        KernelArgumentError: slots, dtypes or devices do not fit together, or a slot with a gain is
+            part of a weighted set.
     """
     check_pairing("apply_lora_", routing, weights)
     check_activations("apply_lora_", x, routing, weights)
     check_output("apply_lora_", y, routing, weights)
+    check_gains("apply_lora_", routing, weights)
     if routing.is_empty:
         return y
     with torch.no_grad():
         if backend is Backend.REFERENCE:
             return reference.apply_lora_(y, x, weights, routing)
-        return aten.apply_lora_(y, x, weights, routing)
+        return apply_affine_(aten.apply_lora_(y, x, weights, routing), weights, routing)

@@ -74,6 +74,9 @@ class Routing:
     has_unit_scales: bool
     """Every scale is exactly 1, so that multiplying by it can be left out."""
 
+    mixed_slots: frozenset[int]
+    """Slots of which some entry is scaled, or shares its token with another entry."""
+
     @classmethod
     def from_segments(
         cls,
@@ -295,6 +298,7 @@ def _assemble(
     token_idx, seg_indptr, seg_slots, scales = tensors
     segments = _host_segments(token_idx, seg_indptr, seg_slots)
     has_unit_scales = bool((scales == 1).all())
+    mixed_slots = _mixed_slots(token_idx, seg_indptr, seg_slots, scales, num_tokens)
     token_idx, seg_indptr, seg_slots, scales = _to_device(tensors, device)
     return Routing(
         token_idx=token_idx,
@@ -305,7 +309,19 @@ def _assemble(
         num_slots=num_slots,
         segments=segments,
         has_unit_scales=has_unit_scales,
+        mixed_slots=mixed_slots,
     )
+
+
+def _mixed_slots(
+    token_idx: Tensor, seg_indptr: Tensor, seg_slots: Tensor, scales: Tensor, num_tokens: int
+) -> frozenset[int]:
+    entries_by_token = torch.bincount(token_idx, minlength=num_tokens)
+    is_mixed = (entries_by_token[token_idx] > 1).logical_or_(scales != 1)
+    if not bool(is_mixed.any()):
+        return frozenset()
+    entry_slots = seg_slots.repeat_interleave(seg_indptr.diff())
+    return frozenset(entry_slots[is_mixed].tolist())
 
 
 def _host_segments(token_idx: Tensor, seg_indptr: Tensor, seg_slots: Tensor) -> tuple[Segment, ...]:

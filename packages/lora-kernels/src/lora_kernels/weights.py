@@ -1,4 +1,4 @@
-"""StackedWeights: the A and B factors of one (packed) module for all slots.
+"""StackedWeights: the A and B factors, gains and biases of one (packed) module for all slots.
 
 Knows slots by number only: which adapter sits in which slot is the caller's business.
 
@@ -33,6 +33,10 @@ class StackedWeights:
     - B is `[N, R, sum O_p]`, the slices side by side as in the output. A slot's first `r` ranks
       are contiguous rows, so that expanding a token is a weighted sum of rows, and the rows of
       all slices can be cut into pieces of one width, `chunk`.
+
+    `affine`, `[2, N, sum O_p]` float32, holds an output gain and a bias for each slot. Most
+    adapters have neither, so it is allocated when the first one comes, or by `allocate_affine`,
+    which who captures CUDA graphs calls before. Every address is fixed from its allocation on.
     """
 
     def __init__(self, a_storage: Tensor, b_storage: Tensor, out_features: Sequence[int]) -> None:
@@ -52,6 +56,9 @@ class StackedWeights:
         self.lora_a = tuple(a_storage[:, p].transpose(0, 1) for p in range(self.num_slices))
         self.lora_b = tuple(b_storage[:, :, i:j].transpose(1, 2) for i, j in self.out_ranges)
         self.slot_ranks: list[tuple[int, ...]] = [(0,) * self.num_slices] * self.num_slots
+        self.affine: Tensor | None = None
+        self.gain_slots: frozenset[int] = frozenset()
+        self.bias_slots: frozenset[int] = frozenset()
         self.chunk = math.gcd(*self.out_features)
         chunk_counts = torch.tensor([out // self.chunk for out in self.out_features])
         self.slice_of_chunk = torch.repeat_interleave(chunk_counts).to(b_storage.device)
@@ -117,10 +124,31 @@ class StackedWeights:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the storage of all slots."""
-        return self.a_storage.nbytes + self.b_storage.nbytes
+        """Bytes of the storage of all slots, gains and biases included once they are allocated."""
+        affine = 0 if self.affine is None else self.affine.nbytes
+        return self.a_storage.nbytes + self.b_storage.nbytes + affine
 
-    def write_slot(self, slot: int, slices: Sequence[Pair | None]) -> None:
+    def allocate_affine(self) -> Tensor:
+        """Allocate the gains and biases of all slots, unless that was done before.
+
+        Returns:
+            `[2, N, sum O_p]` float32: gains, 1 where a slot has none, and biases, 0 likewise.
+        """
+        if self.affine is None:
+            shape = (2, self.num_slots, self.total_out_features)
+            affine = torch.zeros(shape, dtype=torch.float32, device=self.device)
+            affine[0] = 1
+            self.affine = affine
+        return self.affine
+
+    def write_slot(
+        self,
+        slot: int,
+        slices: Sequence[Pair | None],
+        *,
+        gain: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> None:
         """Replace what a slot holds; nothing of its previous content remains.
 
         Args:
@@ -128,11 +156,14 @@ class StackedWeights:
             slices: for each of the `P` slices `(lora_a [r, I], lora_b [O_p, r])` with
                 `1 <= r <= R`, cast to the dtype of the storage, or `None` for a slice that the
                 adapter does not touch. Ranks may differ between slices.
+            gain: `[sum O_p]`, what base output and delta are multiplied with; kept as float32.
+                `None` is 1.
+            bias: `[sum O_p]`, what is added after that; kept as float32. `None` is 0.
 
         Raises:
             KernelArgumentError: the slot is out of range or the number of slices is wrong.
-            UnsupportedShapeError: a pair has another shape; all such slices are named. The slot
-                is unchanged then.
+            UnsupportedShapeError: a pair, the gain or the bias has another shape; all of them
+                are named. The slot is unchanged then.
         """
         self._check_slot(slot)
         if len(slices) != self.num_slices:
@@ -140,6 +171,7 @@ class StackedWeights:
                 f"write_slot: {len(slices)} slices given, expected {self.num_slices}"
             )
         problems = [self._pair_problem(i, pair) for i, pair in enumerate(slices) if pair]
+        problems += [self._affine_problem("gain", gain), self._affine_problem("bias", bias)]
         found = [problem for problem in problems if problem]
         if found:
             raise UnsupportedShapeError(f"write_slot: {'; '.join(found)}")
@@ -150,9 +182,15 @@ class StackedWeights:
                 self.lora_a[i][slot, :rank].copy_(pair[0])
                 self.lora_b[i][slot, :, :rank].copy_(pair[1])
         self.slot_ranks[slot] = tuple(0 if pair is None else pair[0].shape[0] for pair in slices)
+        if gain is not None:
+            self.allocate_affine()[0, slot].copy_(gain)
+            self.gain_slots |= {slot}
+        if bias is not None:
+            self.allocate_affine()[1, slot].copy_(bias)
+            self.bias_slots |= {slot}
 
     def reset_slot(self, slot: int) -> None:
-        """Empty a slot: zeros everywhere, every slice absent.
+        """Empty a slot: zeros everywhere, every slice absent, no gain and no bias.
 
         Raises:
             KernelArgumentError: the slot is out of range.
@@ -161,6 +199,11 @@ class StackedWeights:
         self.slot_ranks[slot] = (0,) * self.num_slices
         self.a_storage[:, :, slot].zero_()
         self.b_storage[slot].zero_()
+        if self.affine is not None:
+            self.affine[0, slot] = 1
+            self.affine[1, slot] = 0
+        self.gain_slots -= {slot}
+        self.bias_slots -= {slot}
 
     def _check_slot(self, slot: int) -> None:
         if not 0 <= slot < self.num_slots:
@@ -179,6 +222,11 @@ class StackedWeights:
         if not 1 <= rank <= self.max_rank:
             return f"slice {index} has rank {rank}, expected 1..{self.max_rank}"
         return None
+
+    def _affine_problem(self, name: str, values: Tensor | None) -> str | None:
+        if values is None or list(values.shape) == [self.total_out_features]:
+            return None
+        return f"{name} is {[*values.shape]}, expected [{self.total_out_features}]"
 
     def __repr__(self) -> str:
         return (

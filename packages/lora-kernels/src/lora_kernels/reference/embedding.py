@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def embedding_lora_(
     y_TD: Tensor, token_ids_T: Tensor, weights: StackedWeights, routing: Routing
 ) -> Tensor:
-    """`y[t_e] += scale_e * B[slot_e, :, :r] @ A[slot_e, :r, token_ids[t_e]]`."""
+    """`y[t_e] += scale_e * B[slot_e, :, :r] @ A[slot_e, :r, token_ids[t_e]]`, gain and bias."""
     delta_TD = torch.zeros(y_TD.shape, dtype=torch.float32, device=y_TD.device)
     for _, token, slot, scale in entries(routing):
         token_id = int(token_ids_T[token])
@@ -34,4 +34,4 @@ def embedding_lora_(
         (rank,) = weights.slot_ranks[slot]
         v_r = weights.lora_a[0][slot, :rank, token_id].float()
         delta_TD[token] += scale * (weights.lora_b[0][slot, :, :rank].float() @ v_r)
-    return add_rows_(y_TD, delta_TD, routing)
+    return add_rows_(y_TD, delta_TD, weights, routing)

@@ -38,14 +38,17 @@ def shrink(x_TI: Tensor, weights: StackedWeights, routing: Routing) -> Tensor:
 
 
 def expand_(y_TO: Tensor, v_PER: Tensor, weights: StackedWeights, routing: Routing) -> Tensor:
-    """`y[token_e, slice p] += scale_e * B_p[slot_e, :, :r] @ v[p, e, :r]`, rounded once a token."""
+    """`y[token_e, slice p] += scale_e * B_p[slot_e, :, :r] @ v[p, e, :r]`, then gain and bias.
+
+    Rounded once a token.
+    """
     delta_TO = torch.zeros(y_TO.shape, dtype=torch.float32, device=y_TO.device)
     for e, token, slot, scale in entries(routing):
         for p, rank in enumerate(weights.slot_ranks[slot]):
             low, high = weights.out_ranges[p]
             b_Or = weights.lora_b[p][slot, :, :rank].float()
             delta_TO[token, low:high] += scale * (b_Or @ v_PER[p, e, :rank])
-    return add_rows_(y_TO, delta_TO, routing)
+    return add_rows_(y_TO, delta_TO, weights, routing)
 
 
 def apply_lora_(y_TO: Tensor, x_TI: Tensor, weights: StackedWeights, routing: Routing) -> Tensor:
@@ -53,8 +56,17 @@ def apply_lora_(y_TO: Tensor, x_TI: Tensor, weights: StackedWeights, routing: Ro
     return expand_(y_TO, shrink(x_TI, weights, routing), weights, routing)
 
 
-def add_rows_(y_TO: Tensor, delta_TO: Tensor, routing: Routing) -> Tensor:
-    """Add the delta to the rows of tokens that have an entry; others are not even read."""
+def add_rows_(y_TO: Tensor, delta_TO: Tensor, weights: StackedWeights, routing: Routing) -> Tensor:
+    """Finish rows of tokens that have an entry: `y[t] = gain * (y[t] + delta[t]) + bias`.
+
+    Rows of other tokens are not even read.
+    """
+    gain_TO, bias_TO = torch.ones_like(delta_TO), torch.zeros_like(delta_TO)
+    if weights.affine is not None:
+        for _, token, slot, scale in entries(routing):
+            gain_TO[token] *= weights.affine[0, slot]
+            bias_TO[token] += scale * weights.affine[1, slot]
     for token in routing.touched_tokens.tolist():
-        y_TO[token] = (y_TO[token].float() + delta_TO[token]).to(y_TO.dtype)
+        row_O = gain_TO[token] * (y_TO[token].float() + delta_TO[token]) + bias_TO[token]
+        y_TO[token] = row_O.to(y_TO.dtype)
     return y_TO
