@@ -14,26 +14,26 @@ import torch
 
 from lora_weights import checks
 from lora_weights.adapter import Adapter
-from lora_weights.config import AdapterConfig, parse_config, parse_json
+from lora_weights.checkpoint import read_config, read_weights
 from lora_weights.digest import compute_digest
 from lora_weights.errors import (
     AdapterError,
     InvalidAdapterError,
     Problem,
-    ProblemCode,
     SourceError,
-    UnsafeFormatError,
 )
 from lora_weights.inventory import Inventory, PairEntries, take_inventory
 from lora_weights.modules import LoraPair, ModulePart
 from lora_weights.names import Part
 from lora_weights.scaling import ModuleScaling, ScalingTable, fold_scaling_
-from lora_weights.sources.folder import WEIGHT_FILES, AdapterFiles, find_files
-from lora_weights.tensors import TensorFile, read_pickle, read_safetensors
+from lora_weights.sources.folder import AdapterFiles, find_files
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterator, Mapping
+
+    from lora_weights.config import AdapterConfig
+    from lora_weights.tensors import TensorFile
 
 LORA_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """Types an adapter can be held in."""
@@ -96,10 +96,12 @@ def read_adapter(
     dtype: torch.dtype | None,
     max_rank: int | None,
     allow_pickle: bool,
+    read_tensors: bool = True,
 ) -> Reading:
     """Read a source as far as its content allows.
 
     Arguments and errors as for `load_adapter`, except that problems are collected, not raised.
+    Without `read_tensors` only names and shapes are read, and there is no adapter in the end.
     """
     if dtype is not None and dtype not in LORA_DTYPES:
         names = ", ".join(str(choice) for choice in LORA_DTYPES)
@@ -107,9 +109,13 @@ def read_adapter(
     if max_rank is not None and max_rank < 1:
         raise ValueError(f"max_rank is {max_rank}, expected at least 1")
     try:
-        reading = Reading(files=find_files(source))
-        _read_config(reading)
-        _read_weights(reading, str(source), allow_pickle=allow_pickle)
+        files = find_files(source)
+        reading = Reading(files=files)
+        reading.config, reading.problems = read_config(files)
+        reading.tensors, problems = read_weights(
+            files, allow_pickle=allow_pickle, read_tensors=read_tensors
+        )
+        reading.problems += problems
     except AdapterError:
         raise
     except OSError as error:
@@ -117,45 +123,6 @@ def read_adapter(
     if reading.config is not None and reading.tensors is not None:
         _check(reading, reading.config, reading.tensors, max_rank, dtype)
     return reading
-
-
-def _read_config(reading: Reading) -> None:
-    data, problems = parse_json(reading.files.config.read_bytes())
-    reading.problems += problems
-    if data is not None:
-        reading.config, problems = parse_config(data)
-        reading.problems += problems
-
-
-def _read_weights(reading: Reading, source: str, *, allow_pickle: bool) -> None:
-    """Read the weight file, or note why there is none that can be read whole."""
-    path = reading.files.weights
-    if path is None:
-        reading.problems.append(_no_weights(reading.files))
-    elif path.suffix == ".safetensors":
-        reading.tensors, problems = read_safetensors(path)
-        reading.problems += problems
-    elif allow_pickle:
-        reading.tensors, problems = read_pickle(path)
-        reading.problems += problems
-    else:
-        raise UnsafeFormatError(source=source, file_name=path.name)
-
-
-def _no_weights(files: AdapterFiles) -> Problem:
-    if files.shards:
-        return Problem(
-            code=ProblemCode.SHARDED,
-            tensor=WEIGHT_FILES[0],
-            found=f"in several files ({', '.join(files.shards)})",
-            expected="one file; save the adapter unsharded",
-        )
-    return Problem(
-        code=ProblemCode.MISSING_WEIGHTS,
-        tensor="the weight file",
-        found="missing",
-        expected=f"one of {', '.join(WEIGHT_FILES)} beside adapter_config.json",
-    )
 
 
 def _check(
@@ -175,6 +142,8 @@ def _check(
         reading.problems += checks.check_pair(pair, scalings[pair.module].rank)
     if max_rank is not None:
         reading.problems += checks.check_max_rank(config, inventory.pairs, max_rank)
+    if not file.has_numbers:
+        return
     largest, problems = checks.check_finite(file)
     reading.problems += problems
     reading.problems += checks.check_effect(file, inventory, scalings)
@@ -238,7 +207,7 @@ def _build(
         config=config,
         parts=MappingProxyType({name: ModulePart(pair=pair) for name, pair in pairs.items()}),
         digest=reading.digest,
-        source=str(reading.files.folder),
+        source=reading.files.source,
         base_copies=MappingProxyType(
             {name: file.tensor(entry).clone() for name, entry in inventory.base_copies.items()}
         ),

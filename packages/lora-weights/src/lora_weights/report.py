@@ -121,7 +121,7 @@ def inspect_adapter(
         config=reading.config,
         modules=tuple(_summaries(reading)),
         num_tensors=len(reading.tensors.entries) if reading.tensors else 0,
-        weights_bytes=len(reading.tensors.data) if reading.tensors else 0,
+        weights_bytes=reading.tensors.nbytes if reading.tensors else 0,
     )
 
 

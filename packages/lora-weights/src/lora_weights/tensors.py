@@ -1,15 +1,16 @@
-"""Tensor files: safetensors read in one piece, pickle only by opt-in. Knows nothing of LoRA.
+"""Tensor files: safetensors by header or whole, pickle only by opt-in. Knows nothing of LoRA.
 
-The file is read whole into memory of our own. A mapped file would change under a running server
+Files are read whole into memory of our own. A mapped file would change under a running server
 when a trainer writes the folder again.
 """
 
 from __future__ import annotations
 
 import math
+import mmap
 import pickle
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,10 +27,17 @@ from lora_weights.tensor_format import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
+    from io import FileIO
     from pathlib import Path
 
 _TYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+CHANGED = ("changed while it was read", "a finished file")
+"""What is wrong (found, expected) with a file that somebody writes at the same time."""
+
+_ALIGNMENT = 64
+"""Bytes; a multiple of the width of every type."""
 
 _UNPICKLING_FAULTS = (
     pickle.UnpicklingError,
@@ -47,12 +55,19 @@ _UNPICKLING_FAULTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorFile:
-    """A tensor file in memory."""
+    """The tensors of one checkpoint in memory, or only their names and shapes."""
 
     entries: tuple[TensorEntry, ...]
     """All tensors, in the order of their data."""
-    data: bytearray = field(repr=False)
-    """The data section; the tensors are views of it."""
+    data: bytearray | mmap.mmap = field(repr=False)
+    """The data; the tensors are views of it. Empty when only headers were read."""
+    has_numbers: bool = True
+    """Whether the data was read."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, read or not."""
+        return sum(entry.end - entry.start for entry in self.entries)
 
     def content(self, entry: TensorEntry) -> memoryview:
         """Return the bytes of one tensor."""
@@ -87,42 +102,161 @@ class TensorFile:
         return self.tensor(TensorEntry("", run[0].dtype, (count,), start, end))
 
 
-def read_safetensors(path: Path) -> tuple[TensorFile | None, list[Problem]]:
-    """Read a safetensors file whole.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileHeader:
+    """What the front of one safetensors file says, checked against the file's size."""
+
+    path: Path
+    """The file."""
+    entries: tuple[TensorEntry, ...]
+    """Its tensors, in the order of their data; offsets count from the start of the data."""
+    data_start: int
+    """Where in the file the data begins."""
+    data_bytes: int
+    """Bytes of data."""
+    stamp: FileStamp
+    """State of the file when the header was read."""
+
+
+def read_header(path: Path) -> tuple[FileHeader | None, list[Problem]]:
+    """Read the front of a safetensors file, and not a byte of its data.
+
+    Nothing is allocated from what the file claims: a header longer than the file is refused first.
 
     Args:
         path: the file.
 
     Returns:
-        The file, or None with the reason it cannot be read: empty, truncated, a git-lfs pointer,
-        not safetensors, or changed while it was read.
+        The header, or None with the reason it cannot be used: empty, truncated, a git-lfs
+        pointer, not safetensors, tensors that overlap or leave gaps.
 
     Raises:
         OSError: the file cannot be opened or read.
     """
-    with path.open("rb") as stream:
-        before = _stamp(path)
+    with path.open("rb", buffering=0) as stream:
+        stamp = file_stamp(path)
         head = stream.read(LENGTH_BYTES)
-        size = before[0]
-        fault = head_fault(head, size)
+        fault = head_fault(head, stamp.size)
         if fault is not None:
-            return None, [_unreadable(path, *fault)]
+            return None, [unreadable(path.name, *fault)]
         length = struct.unpack("<Q", head)[0]
         header = stream.read(length)
-        data = bytearray(size - LENGTH_BYTES - length)
-        count = stream.readinto(data)
-    if _stamp(path) != before or count != len(data):
-        return None, [_unreadable(path, "changed while it was read", "a finished file")]
-    entries, fault = parse_header(header, len(data))
+    data_start = LENGTH_BYTES + length
+    data_bytes = stamp.size - data_start
+    if len(header) != length:
+        return None, [unreadable(path.name, *CHANGED)]
+    entries, fault = parse_header(header, data_bytes)
     if fault is not None:
-        return None, [_unreadable(path, *fault)]
-    return TensorFile(entries=entries, data=data), []
+        return None, [unreadable(path.name, *fault)]
+    found = FileHeader(
+        path=path, entries=entries, data_start=data_start, data_bytes=data_bytes, stamp=stamp
+    )
+    return found, []
 
 
-def _stamp(path: Path) -> tuple[int, int, int]:
-    """Return what changes when somebody writes or replaces the file."""
+def read_data(headers: Sequence[FileHeader]) -> tuple[TensorFile | None, list[Problem]]:
+    """Read the data of one file, or of all files of one checkpoint, into one piece of memory.
+
+    Args:
+        headers: the files, as `read_header` found them.
+
+    Returns:
+        The tensors, or None with the files that changed since their header was read.
+
+    Raises:
+        OSError: a file cannot be opened or read.
+    """
+    # Pages of the system's, and not a bytearray: that would be filled with zeros first.
+    places = list(_places(headers))
+    total = places[-1] + headers[-1].data_bytes if headers else 0
+    data = mmap.mmap(-1, total) if total else bytearray()
+    entries: list[TensorEntry] = []
+    problems: list[Problem] = []
+    for header, place in zip(headers, places, strict=True):
+        with header.path.open("rb", buffering=0) as stream:
+            stream.seek(header.data_start)
+            count = _read_into(stream, memoryview(data)[place : place + header.data_bytes])
+        if count != header.data_bytes or file_stamp(header.path) != header.stamp:
+            problems.append(unreadable(header.path.name, *CHANGED))
+        entries += _moved(header.entries, place)
+    if problems:
+        return None, problems
+    return TensorFile(entries=tuple(entries), data=data), []
+
+
+def names_only(headers: Sequence[FileHeader]) -> TensorFile:
+    """Return what the headers say as a checkpoint without numbers."""
+    entries = [
+        entry
+        for header, place in zip(headers, _places(headers), strict=True)
+        for entry in _moved(header.entries, place)
+    ]
+    return TensorFile(entries=tuple(entries), data=bytearray(), has_numbers=False)
+
+
+def _places(headers: Sequence[FileHeader]) -> Iterator[int]:
+    """Yield where each file's data goes; every file starts at a multiple of every type's width."""
+    place = 0
+    for header in headers:
+        yield place
+        place += -(-header.data_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _moved(entries: Sequence[TensorEntry], place: int) -> Sequence[TensorEntry]:
+    if not place:
+        return entries
+    return [replace(entry, start=entry.start + place, end=entry.end + place) for entry in entries]
+
+
+def _read_into(stream: FileIO, target: memoryview) -> int:
+    """Fill `target`; return how many bytes there were."""
+    count = 0
+    while count < len(target):
+        # One call of the system reads at most 2 GiB.
+        step = stream.readinto(target[count:])
+        if not step:
+            break
+        count += step
+    return count
+
+
+def read_safetensors(path: Path) -> tuple[TensorFile | None, list[Problem]]:
+    """Read one safetensors file whole.
+
+    Args:
+        path: the file.
+
+    Returns:
+        The file, or None with the reason it cannot be read, as for `read_header`, or that it
+        changed while it was read.
+
+    Raises:
+        OSError: the file cannot be opened or read.
+    """
+    header, problems = read_header(path)
+    return (None, problems) if header is None else read_data([header])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileStamp:
+    """What changes when somebody writes or replaces a file."""
+
+    size: int
+    """Bytes."""
+    changed_ns: int
+    """Time of the last change, in nanoseconds."""
+    node: int
+    """Number of the file's node; a file moved in its place has another."""
+
+
+def file_stamp(path: Path) -> FileStamp:
+    """Return the state of a file.
+
+    Raises:
+        OSError: the file is not there.
+    """
     status = path.stat()
-    return status.st_size, status.st_mtime_ns, status.st_ino
+    return FileStamp(size=status.st_size, changed_ns=status.st_mtime_ns, node=status.st_ino)
 
 
 def read_pickle(path: Path) -> tuple[TensorFile | None, list[Problem]]:
@@ -139,22 +273,22 @@ def read_pickle(path: Path) -> tuple[TensorFile | None, list[Problem]]:
     """
     content = path.read_bytes()
     if not content:
-        return None, [_unreadable(path, "empty (0 bytes)", "a torch file")]
+        return None, [unreadable(path.name, "empty (0 bytes)", "a torch file")]
     if content.startswith(LFS_MARK):
-        return None, [_unreadable(path, "a git-lfs pointer", "the file itself")]
+        return None, [unreadable(path.name, "a git-lfs pointer", "the file itself")]
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True)  # noqa: TID251
     except _UNPICKLING_FAULTS as error:
         reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-        return None, [_unreadable(path, f"not readable ({reason})", "a state dict of tensors")]
+        return None, [unreadable(path.name, f"not readable ({reason})", "a state dict of tensors")]
     if not isinstance(loaded, dict) or not all(
         isinstance(key, str) and isinstance(value, torch.Tensor) for key, value in loaded.items()
     ):
-        return None, [_unreadable(path, "not a flat state dict", "names mapped to tensors")]
+        return None, [unreadable(path.name, "not a flat state dict", "names mapped to tensors")]
     header, data = _to_bytes(loaded)
     entries, fault = parse_header(header[LENGTH_BYTES:], len(data))
     if fault is not None:
-        return None, [_unreadable(path, *fault)]
+        return None, [unreadable(path.name, *fault)]
     return TensorFile(entries=entries, data=data), []
 
 
@@ -195,7 +329,8 @@ def _to_bytes(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, bytearray]:
     return header, data
 
 
-def _unreadable(path: Path, found: str, expected: str) -> Problem:
+def unreadable(file_name: str, found: str, expected: str) -> Problem:
+    """Return the problem of a weight file that cannot be read."""
     return Problem(
-        code=ProblemCode.WEIGHTS_UNREADABLE, tensor=path.name, found=found, expected=expected
+        code=ProblemCode.WEIGHTS_UNREADABLE, tensor=file_name, found=found, expected=expected
     )

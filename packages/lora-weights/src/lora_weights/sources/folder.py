@@ -27,6 +27,8 @@ _MAX_LISTED = 12
 class AdapterFiles:
     """The files of one adapter folder."""
 
+    source: str
+    """What is shown as the adapter's origin: an absolute folder, or an address."""
     folder: Path
     """Absolute, links not resolved."""
     config: Path
@@ -82,7 +84,13 @@ def find_files(source: str | os.PathLike[str]) -> AdapterFiles:
         raise AdapterNotFoundError(source=name, reason=_no_config(folder, names))
     weights = next((folder / name for name in WEIGHT_FILES if (folder / name).is_file()), None)
     shards = tuple(name for name in names if _SHARD.fullmatch(name))
-    return AdapterFiles(folder=folder, config=folder / CONFIG_FILE, weights=weights, shards=shards)
+    return AdapterFiles(
+        source=str(folder),
+        folder=folder,
+        config=folder / CONFIG_FILE,
+        weights=weights,
+        shards=shards,
+    )
 
 
 def _no_folder(folder: Path) -> str:
