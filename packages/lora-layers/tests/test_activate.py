@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lora_kernels import UnsupportedShapeError
-from lora_layers.prepare import make_prepared
+from lora_layers.content import SlotContent, make_prepared
 from lora_layers.testing import BuiltAdapter, TinyDecoder, dense_logits, runs
 
 if TYPE_CHECKING:
@@ -36,7 +36,8 @@ def is_zero(manager: LoraModelManager, slot: int) -> bool:
 def broken(prepared: PreparedAdapter) -> PreparedAdapter:
     """Return an adapter whose last module does not fit, past all checks of `prepare`."""
     bad = (torch.ones(4, 16), torch.ones(31, 4))
-    return replace(prepared, slices={**prepared.slices, "lm_head": (bad,)})
+    content = SlotContent(slices=(bad,))
+    return replace(prepared, contents={**prepared.contents, "lm_head": content})
 
 
 def test_modules_the_next_adapter_does_not_touch_are_reset(
@@ -62,7 +63,7 @@ def test_modules_the_next_adapter_does_not_touch_are_reset(
 def test_a_smaller_rank_leaves_no_rows_of_the_larger_one(manager: LoraModelManager) -> None:
     for key, rank in (("large", 8), ("small", 2)):
         pair = torch.ones(rank, 16), torch.ones(32, rank)
-        manager.register(key, make_prepared({"lm_head": (pair,)}, digest="", source=""))
+        manager.register(key, make_prepared({"lm_head": SlotContent(slices=(pair,))}))
     manager.activate("large")
     manager.deactivate("large")
 

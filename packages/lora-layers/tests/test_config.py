@@ -35,6 +35,8 @@ def test_any_positive_rank_is_accepted() -> None:
         ({"packed_modules": {"a": ("q", "k"), "b": ("k", "v")}}, "'k' is in 'a' and in 'b'"),
         ({"packed_modules": {"a": ("b", "c"), "b": ("d", "e")}}, "'b' is both a group and a"),
         ({"packed_modules": {"a.b": ("c", "d")}}, "expected names without dots"),
+        ({"fused_modules": {"a": {"b": 4}}}, "fused_modules['a'] is ['b'], expected at least 2"),
+        ({"fused_modules": {"a": {"b": 4, "c": 0}}}, "fused_modules['a'] has 0 rows for 'c'"),
     ],
 )
 def test_a_value_out_of_range_is_refused_with_found_and_expected(

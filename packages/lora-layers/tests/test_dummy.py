@@ -21,10 +21,10 @@ def test_a_dummy_has_a_zero_pair_for_every_slice_of_every_module(
     dummy = manager.create_dummy_adapters(1)["warmup_1"]
 
     stacks = manager._injection.stacks
-    assert set(dummy.slices) == set(stacks)
-    for path, slices in dummy.slices.items():
-        assert len(slices) == len(stacks[path].weights.out_features)
-        for pair in slices:
+    assert set(dummy.contents) == set(stacks)
+    for path, content in dummy.contents.items():
+        assert len(content.slices) == len(stacks[path].weights.out_features)
+        for pair in content.slices:
             assert pair is not None
             assert not torch.cat([pair[0].flatten(), pair[1].flatten()]).any()
 

@@ -14,7 +14,7 @@ from lora_layers import (
     PreparedAdapter,
     RoutingNotSetError,
 )
-from lora_layers.prepare import make_prepared
+from lora_layers.content import SlotContent, make_prepared
 from lora_layers.testing import runs
 
 IN, OUT, RANK = 12, 20, 5
@@ -51,7 +51,7 @@ def make_pair(seed: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Te
 
 def prepared(pair: tuple[Tensor, Tensor]) -> PreparedAdapter:
     """Return what an adapter of the module `proj` is after preparation."""
-    return make_prepared({"proj": (pair,)}, digest="", source="")
+    return make_prepared({"proj": SlotContent(slices=(pair,))})
 
 
 def manage(module: nn.Module, backend: Backend = Backend.ATEN) -> LoraModelManager:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lora_layers import LoraModelConfig, LoraModelManager
-from lora_layers.prepare import make_prepared
+from lora_layers.content import SlotContent, make_prepared
 from lora_layers.testing import runs
 from lora_layers.wrappers import PackedMember
 
@@ -65,8 +65,8 @@ def manage(block: nn.ModuleDict, *, prepack: bool = False) -> LoraModelManager:
     manager = LoraModelManager(block, config)
     for key, seed, names in (("a", 1, ("q_proj", "v_proj")), ("b", 2, NAMES)):
         pairs = make_pairs(seed, names)
-        slices = {"qkv_proj": tuple(pairs.get(name) for name in NAMES)}
-        manager.register(key, make_prepared(slices, digest="", source=""))
+        content = SlotContent(slices=tuple(pairs.get(name) for name in NAMES))
+        manager.register(key, make_prepared({"qkv_proj": content}))
         manager.activate(key)
     return manager
 

@@ -18,7 +18,7 @@ from lora_layers.testing import (
     TinyDecoder,
     build_adapter,
 )
-from lora_weights import FullModule, LoraPair, ModulePart, ProblemCode, load_adapter
+from lora_weights import LoraPair, ModulePart, ProblemCode, load_adapter
 from lora_weights.testing import write_adapter
 
 if TYPE_CHECKING:
@@ -39,8 +39,8 @@ def test_pairs_are_sorted_into_slices_of_true_rank(
 ) -> None:
     prepared = manager.prepare(chat.adapter)
 
-    assert set(prepared.slices) == {"layers.0.attn.qkv_proj", "layers.1.mlp.down_proj"}
-    q, k, v = prepared.slices["layers.0.attn.qkv_proj"]
+    assert set(prepared.contents) == {"layers.0.attn.qkv_proj", "layers.1.mlp.down_proj"}
+    q, k, v = prepared.contents["layers.0.attn.qkv_proj"].slices
     assert q is not None
     assert q[0].shape == (7, 16)
     assert k is None
@@ -58,9 +58,9 @@ def test_preparing_on_many_threads_gives_equal_results(
 
     first = results[0]
     for other in results[1:]:
-        assert list(other.slices) == list(first.slices)
-        for path, slices in first.slices.items():
-            for pair, others in zip(slices, other.slices[path], strict=True):
+        assert list(other.contents) == list(first.contents)
+        for path, content in first.contents.items():
+            for pair, others in zip(content.slices, other.contents[path].slices, strict=True):
                 assert pair is not None
                 assert others is not None
                 assert torch.equal(pair[1], others[1])
@@ -144,29 +144,6 @@ def test_tensors_for_a_module_that_cannot_carry_lora_are_refused_by_its_class(
     assert "is a Conv1d" in str(problem)
 
 
-@pytest.mark.parametrize(
-    ("name", "part"),
-    [
-        ("bias", ModulePart(bias=torch.ones(16))),
-        ("magnitude", ModulePart(magnitude=torch.ones(16))),
-        ("full", ModulePart(full=FullModule(weight=torch.ones(16, 16)))),
-    ],
-)
-def test_a_part_that_cannot_be_applied_is_refused_by_name(
-    name: str, part: ModulePart, manager: LoraModelManager, sql: BuiltAdapter
-) -> None:
-    path = "layers.0.attn.q_proj"
-    merged = replace(part, pair=sql.adapter.parts[path].pair) if name != "full" else part
-    adapter = replace(sql.adapter, parts={**sql.adapter.parts, path: merged})
-
-    with pytest.raises(AdapterMismatchError) as caught:
-        manager.prepare(adapter)
-
-    (problem,) = caught.value.problems
-    assert (problem.module, problem.tensor) == (path, name)
-    assert problem.code is ProblemCode.UNSUPPORTED_TENSOR
-
-
 def test_an_adapter_without_parts_or_with_zero_deltas_is_refused(
     manager: LoraModelManager, sql: BuiltAdapter
 ) -> None:
@@ -194,7 +171,7 @@ def test_the_cast_to_the_slots_dtype_happens_once_after_the_scaling(sql: BuiltAd
     prepared = manager.prepare(sql.adapter)
 
     folded = sql.adapter.parts["lm_head"].pair
-    pair = prepared.slices["lm_head"][0]
+    pair = prepared.contents["lm_head"].slices[0]
     assert folded is not None
     assert pair is not None
     assert torch.equal(pair[1], folded.lora_b.bfloat16())
@@ -220,7 +197,8 @@ def test_missing_members_of_a_packed_module_stay_absent(
     prepared = manager.prepare(build_adapter(tmp_path, paths).adapter)
 
     present = {
-        path: [pair is not None for pair in slices] for path, slices in prepared.slices.items()
+        path: [pair is not None for pair in content.slices]
+        for path, content in prepared.contents.items()
     }
     assert present == {
         "layers.0.attn.qkv_proj": [False, False, True],

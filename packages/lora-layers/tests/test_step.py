@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 
@@ -10,13 +12,19 @@ from lora_layers import AdapterNotActiveError
 from lora_layers.step import NO_ROUTING, StepState, route_runs
 from lora_layers.testing import runs
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lora_layers import RowRun
+
 CPU = torch.device("cpu")
 
 
 def lookup(slots: dict[str, int]) -> object:
     """Return a slot lookup over a fixed table."""
 
-    def slots_of(keys: frozenset[str]) -> dict[str, int]:
+    def slots_of(runs: Sequence[RowRun]) -> dict[str, int]:
+        keys = {key for run in runs for key, _ in run.adapters}
         absent = sorted(keys - slots.keys())
         if absent:
             raise AdapterNotActiveError(dict.fromkeys(absent, "host"))

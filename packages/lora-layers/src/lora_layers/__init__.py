@@ -6,19 +6,20 @@ Knows no model family, no file format and no request.
 from __future__ import annotations
 
 from lora_layers.config import LoraModelConfig
+from lora_layers.content import PreparedAdapter
 from lora_layers.errors import (
     AdapterMismatchError,
     AdapterNotActiveError,
     InferenceOnlyError,
     LayerConfigError,
     LayerError,
+    NotLinearError,
     RoutingNotSetError,
     TargetNotFoundError,
     UnsupportedModuleError,
 )
 from lora_layers.inject import WrapReport
 from lora_layers.manager import LoraModelManager
-from lora_layers.prepare import PreparedAdapter
 from lora_layers.step import RowRun
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "LayerError",
     "LoraModelConfig",
     "LoraModelManager",
+    "NotLinearError",
     "PreparedAdapter",
     "RoutingNotSetError",
     "RowRun",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from lora_layers.prepare import PreparedAdapter
+    from lora_layers.content import PreparedAdapter
     from lora_layers.step import StepState
     from lora_layers.wrappers import SlotStack
 
@@ -22,6 +22,8 @@ class SlotWriter:
         """Write into `stacks`; a step whose slot is overwritten is forgotten."""
         self._stacks = stacks
         self._step = step
+        self.not_linear: set[int] = set()
+        """Slots whose adapter allows neither another scale nor another adapter beside it."""
 
     def place(self, key: str, value: PreparedAdapter, slot: int) -> None:
         """Write `value` into `slot` of every module; what it does not touch is reset to zero.
@@ -32,20 +34,24 @@ class SlotWriter:
         """
         del key
         self._forget_step_using(slot)
+        self.not_linear.discard(slot)
         try:
             for path, stack in self._stacks.items():
-                slices = value.slices.get(path)
-                if slices is None:
+                content = value.contents.get(path)
+                if content is None:
                     stack.reset(slot)
                 else:
-                    stack.write(slot, slices)
+                    stack.write(slot, content)
         except BaseException:
             self.clear(slot)
             raise
+        if not value.is_linear:
+            self.not_linear.add(slot)
 
     def clear(self, slot: int) -> None:
         """Zero `slot` in every module."""
         self._forget_step_using(slot)
+        self.not_linear.discard(slot)
         for stack in self._stacks.values():
             stack.reset(slot)
 

@@ -57,6 +57,11 @@ class LoraModelConfig:
     """Packed name -> members, in output order, e.g. `qkv_proj: (q_proj, k_proj, v_proj)`. Members
     found side by side run as one matrix product."""
 
+    fused_modules: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """Name of a linear module that the model stores as one -> its parts and their rows, in order,
+    e.g. `qkv_proj: {q_proj: 64, k_proj: 32, v_proj: 32}`. Adapters may then name the whole or its
+    parts. A module of that name with another number of rows keeps its one name."""
+
     logits_modules: frozenset[str] = frozenset({"lm_head"})
     """Last name parts or full paths of the modules that see logits rows, not token rows."""
 
@@ -74,7 +79,18 @@ class LoraModelConfig:
     """Whether pins may take the last slot."""
 
     def __post_init__(self) -> None:
-        problems = [*_size_problems(self), *_packing_problems(self.packed_modules)]
+        fused = {name: tuple(parts) for name, parts in self.fused_modules.items()}
+        problems = [
+            *_size_problems(self),
+            *_group_problems("packed_modules", self.packed_modules),
+            *_group_problems("fused_modules", fused),
+            *(
+                f"fused_modules[{name!r}] has {rows} rows for {part!r}, expected at least 1"
+                for name, parts in self.fused_modules.items()
+                for part, rows in parts.items()
+                if rows < 1
+            ),
+        ]
         if problems:
             raise LayerConfigError(problems)
 
@@ -110,25 +126,25 @@ def _size_problems(config: LoraModelConfig) -> list[str]:
     return problems
 
 
-def _packing_problems(packed_modules: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """Return what is wrong with the packed groups: sizes, names, members in two groups."""
+def _group_problems(option: str, groups: Mapping[str, tuple[str, ...]]) -> list[str]:
+    """Return what is wrong with groups of modules: sizes, names, members in two groups."""
     problems = []
     owner: dict[str, str] = {}
-    for name, members in packed_modules.items():
+    for name, members in groups.items():
         if len(members) < MIN_GROUP_SIZE or len(set(members)) < len(members):
             problems.append(
-                f"packed_modules[{name!r}] is {list(members)}, "
+                f"{option}[{name!r}] is {list(members)}, "
                 f"expected at least {MIN_GROUP_SIZE} different members"
             )
         bad = [part for part in (name, *members) if not part or "." in part]
         if bad:
-            problems.append(f"packed_modules[{name!r}] names {bad}, expected names without dots")
+            problems.append(f"{option}[{name!r}] names {bad}, expected names without dots")
         for member in members:
-            if member in packed_modules:
-                problems.append(f"packed_modules: {member!r} is both a group and a member")
+            if member in groups:
+                problems.append(f"{option}: {member!r} is both a group and a member")
             if owner.setdefault(member, name) != name:
                 problems.append(
-                    f"packed_modules: {member!r} is in {owner[member]!r} and in {name!r}, "
+                    f"{option}: {member!r} is in {owner[member]!r} and in {name!r}, "
                     "expected one group"
                 )
     return problems

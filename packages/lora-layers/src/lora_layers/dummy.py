@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lora_layers.prepare import PreparedAdapter, make_prepared
+from lora_layers.content import PreparedAdapter, SlotContent, make_prepared
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,13 +19,14 @@ DUMMY_RANK = 8
 
 def build_dummies(stacks: Mapping[str, SlotStack], count: int) -> dict[str, PreparedAdapter]:
     """Build adapters named `warmup_1` to `warmup_<count>` for every module; they share tensors."""
-    slices = {}
+    contents = {}
     for path, stack in stacks.items():
         weights = stack.weights
         rank = min(DUMMY_RANK, weights.max_rank)
         lora_a = torch.zeros(rank, weights.in_features, dtype=weights.dtype)
-        slices[path] = tuple(
+        slices = tuple(
             (lora_a, torch.zeros(out, rank, dtype=weights.dtype)) for out in weights.out_features
         )
-    dummy = make_prepared(slices, digest="", source="")
+        contents[path] = SlotContent(slices=slices)
+    dummy = make_prepared(contents)
     return {f"warmup_{index}": dummy for index in range(1, count + 1)}

@@ -6,6 +6,7 @@ LayerError
     TargetNotFoundError (ValueError)
     AdapterMismatchError (ValueError)
     AdapterNotActiveError (LookupError)
+    NotLinearError (ValueError)
     RoutingNotSetError (RuntimeError)
     InferenceOnlyError (RuntimeError)
 
@@ -83,6 +84,18 @@ class AdapterNotActiveError(LayerError, LookupError):
         found = ", ".join(f"{key!r} (residency {where})" for key, where in residency.items())
         super().__init__(
             f"the step names adapters that are in no slot: {found}; acquire them first"
+        )
+
+
+class NotLinearError(LayerError, ValueError):
+    """A step scales or mixes adapters whose change does not grow with a scale."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self.keys = tuple(keys)
+        """Keys of the adapters."""
+        super().__init__(
+            f"adapters {list(self.keys)} hold gains (DoRA, IA3) or whole modules, which have no "
+            "meaning at another scale or in a sum; expected scale 1 and no other adapter beside it"
         )
 
 

@@ -33,7 +33,7 @@ from lora_layers.wrappers import (
 from lora_layers.wrappers.base_linear import is_plain_linear, prepack_product, read_linear_shape
 from lora_layers.wrappers.embedding import find_embed_scale
 from lora_layers.wrappers.packed import why_not_packable
-from lora_weights import ModuleKind
+from lora_weights import BaseTensors, ModuleKind, ModuleShape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
     from lora_layers.config import LoraModelConfig
     from lora_layers.step import StepState
-    from lora_weights import ModuleShape
 
 logger = logging.getLogger(__name__)
 
@@ -74,8 +73,11 @@ class Injection:
     """Path -> widths of each module that carries LoRA."""
     left_out: dict[str, ModuleShape] = field(default_factory=dict)
     """Path -> widths of each module that could carry LoRA and is not in `target_modules`."""
-    weights: dict[str, Tensor] = field(default_factory=dict)
-    """Path -> base weight of each module that carries LoRA."""
+    virtual_shapes: dict[str, ModuleShape] = field(default_factory=dict)
+    """The same for names adapters may use beside the model's own: a packed group as a whole, the
+    parts of a module the model stores as one."""
+    bases: dict[str, BaseTensors] = field(default_factory=dict)
+    """Path, virtual ones too -> base weight and bias, views of the model's."""
     embed_scales: dict[str, float] = field(default_factory=dict)
     """Path -> factor of each embedding that scales its output."""
     stacks: dict[str, SlotStack] = field(default_factory=dict)
@@ -214,15 +216,19 @@ class Injector:
             self._replace(places, PackedMember(places[0].module, group, index))
             if self._passes(places):
                 self._record_shape(places[0])
+        whole = BaseTensors(weight=group.weight, bias=group.bias)
+        self._injection.bases[path] = whole
+        if all(self._passes(places) for places in members):
+            self._injection.virtual_shapes[path] = linear_shape(whole.weight)
 
     def _inject_single(self, places: Sequence[Site], step: StepState) -> None:
         site = places[0]
         shape = self._record_shape(site)
-        weight = weight_of(site.module)
+        parts = self._record_parts(site, shape) or {site.path: shape.out_features}
         stack = SlotStack(
             path=site.path,
-            member_paths=(site.path,),
-            weights=self._allocate(weight, shape.in_features, [shape.out_features]),
+            member_paths=tuple(parts),
+            weights=self._allocate(weight_of(site.module), shape.in_features, list(parts.values())),
             cell=step.logits if self._is_logits(site) else step.tokens,
             backend=self._config.backend,
         )
@@ -259,8 +265,25 @@ class Injector:
     def _record_shape(self, site: Site) -> ModuleShape:
         shape = shape_of(site.module)
         self._injection.shapes[site.path] = shape
-        self._injection.weights[site.path] = weight_of(site.module)
+        self._injection.bases[site.path] = base_tensors(site.module)
         return shape
+
+    def _record_parts(self, site: Site, shape: ModuleShape) -> dict[str, int]:
+        """Record the parts of a module the model stores as one; return path -> rows, or nothing."""
+        rows = self._config.fused_modules.get(site.name, {})
+        if sum(rows.values()) != shape.out_features or shape.kind is not ModuleKind.LINEAR:
+            return {}
+        prefix = f"{site.parent_path}." if site.parent_path else ""
+        parts = {prefix + name: count for name, count in rows.items()}
+        whole = self._injection.bases[site.path]
+        start = 0
+        for path, count in parts.items():
+            part = slice(start, start := start + count)
+            bias = None if whole.bias is None else whole.bias[part]
+            base = BaseTensors(weight=whole.weight[part], bias=bias)
+            self._injection.bases[path] = base
+            self._injection.virtual_shapes[path] = linear_shape(base.weight)
+        return parts
 
     def _replace(self, places: Sequence[Site], wrapper: LoraModule) -> None:
         for site in places:
@@ -297,6 +320,22 @@ def shape_of(module: nn.Module) -> ModuleShape:
     shape = read_shape(module)
     assert shape is not None, "modules of other classes are sorted out before"
     return shape
+
+
+def linear_shape(weight: Tensor) -> ModuleShape:
+    """Return the widths of a linear module with weight `[O, I]`."""
+    return ModuleShape(in_features=weight.shape[1], out_features=weight.shape[0])
+
+
+def base_tensors(module: nn.Module) -> BaseTensors:
+    """Return weight `[O, I]` (`[V, D]` of an embedding) and bias, views of the module's."""
+    weight, bias = weight_of(module).detach(), getattr(module, "bias", None)
+    linear = read_linear_shape(module)
+    is_transposed = linear is not None and linear.is_transposed
+    return BaseTensors(
+        weight=weight.t() if is_transposed else weight,
+        bias=bias.detach() if isinstance(bias, Tensor) else None,
+    )
 
 
 def weight_of(module: nn.Module) -> Tensor:

@@ -15,9 +15,9 @@ import torch
 from lora_cache import AdapterCache, Residency
 from lora_layers.activate import SlotWriter
 from lora_layers.dummy import build_dummies
-from lora_layers.errors import AdapterNotActiveError
+from lora_layers.errors import AdapterNotActiveError, NotLinearError
 from lora_layers.inject import Injector
-from lora_layers.prepare import AdapterPreparer, PreparedAdapter
+from lora_layers.prepare import AdapterPreparer
 from lora_layers.step import RowRun, StepState
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from lora_cache import CacheStats, EvictionHook, Lease
     from lora_layers.config import LoraModelConfig
+    from lora_layers.content import PreparedAdapter
     from lora_layers.inject import WrapReport
     from lora_weights import Adapter, ModuleShape
 
@@ -201,6 +202,14 @@ class LoraModelManager:
         """Whether an adapter is pinned."""
         return self._cache.is_pinned(key)
 
+    def is_linear(self, key: str) -> bool:
+        """Whether an adapter can take a scale other than 1, or be one of a weighted set.
+
+        Raises:
+            UnknownKeyError: it is not registered.
+        """
+        return self._cache.get(key).is_linear
+
     def residency(self, key: str) -> Residency:
         """Where an adapter is: in a slot, in host memory, or in neither."""
         return self._cache.residency(key)
@@ -250,18 +259,30 @@ class LoraModelManager:
         Raises:
             AdapterNotActiveError: a run names an adapter that is in no slot. No routing is set
                 then, so that nothing can run as base instead.
+            NotLinearError: a run gives a scale other than 1, or another adapter beside it, to an
+                adapter with a gain or a whole module. No routing is set then.
         """
         for group in self._injection.groups:
             group.drop()
         version = self._cache.layout_version
         self._step.set(tokens, logits, layout_version=version, slots_of=self._slots_of)
 
-    def _slots_of(self, keys: frozenset[str]) -> dict[str, int]:
+    def _slots_of(self, runs: Sequence[RowRun]) -> dict[str, int]:
+        keys = {key for run in runs for key, _ in run.adapters}
         slots = {key: self._dummy_slots.get(key, self._cache.slot_of(key)) for key in keys}
         found = {key: slot for key, slot in slots.items() if slot is not None}
         if len(found) < len(slots):
             absent = sorted(slots.keys() - found.keys())
             raise AdapterNotActiveError({key: self._cache.residency(key).value for key in absent})
+        mixed = {
+            key
+            for run in runs
+            if len(run.adapters) > 1 or any(scale != 1 for _, scale in run.adapters)
+            for key, _ in run.adapters
+        }
+        not_linear = sorted(key for key in mixed if found[key] in self._writer.not_linear)
+        if not_linear:
+            raise NotLinearError(not_linear)
         return found
 
     # Warm-up and the end.

@@ -1,4 +1,4 @@
-"""PreparedAdapter: an adapter matched with this model, packed and cast, ready for a slot.
+"""AdapterPreparer: matches an adapter with this model, packs it and casts it.
 
 Reads descriptions that never change, so several threads may prepare at once. Knows nothing of
 slots, residency or requests.
@@ -6,47 +6,30 @@ slots, residency or requests.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
+from lora_layers.content import PreparedAdapter, SlotContent, make_prepared
 from lora_layers.errors import AdapterMismatchError
 from lora_weights import (
+    FullModule,
     InvalidAdapterError,
-    LoraPair,
-    ModulePart,
     Problem,
     ProblemCode,
     bind_adapter,
+    pack_parts,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from torch import Tensor
 
+    from lora_layers.content import Pair
     from lora_layers.inject import Injection, WrapReport
-    from lora_weights import Adapter, ModuleShape
-
-    Slices = tuple[tuple[Tensor, Tensor] | None, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PreparedAdapter:
-    """What one adapter puts into the slots of each wrapped module."""
-
-    slices: Mapping[str, Slices] = field(repr=False)
-    """Path of a module or packed group -> `(lora_a [r, I], lora_b [O_p, r])` of each slice, in the
-    slots' dtype; None for a slice the adapter leaves alone. Other modules are left alone whole."""
-    rank: int
-    """Largest rank of any pair."""
-    nbytes: int
-    """Bytes of all tensors, true ranks, nothing padded."""
-    digest: str
-    """The adapter's digest; empty for a dummy."""
-    source: str
-    """Where the adapter was read from; shown, never opened."""
+    from lora_weights import Adapter, BoundPart, ModuleShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +40,20 @@ class StackLayout:
     """Path of the module or packed group."""
     member_paths: tuple[str, ...]
     """Path of the module behind each slice."""
+    sizes: tuple[int, ...]
+    """Rows `O_p` of each slice."""
     dtype: torch.dtype
     """dtype of the slots."""
+    base_dtype: torch.dtype
+    """dtype of the base's weight, in which whole replacements are kept."""
+
+    @property
+    def packed_modules(self) -> dict[str, tuple[str, ...]]:
+        """The stack's own packing: name -> member names; empty for a stack of one slice."""
+        if len(self.member_paths) == 1:
+            return {}
+        name = self.path.rpartition(".")[2]
+        return {name: tuple(path.rpartition(".")[2] for path in self.member_paths)}
 
 
 class AdapterPreparer:
@@ -72,11 +67,17 @@ class AdapterPreparer:
         max_rank: int,
         target_modules: frozenset[str] | None,
     ) -> None:
-        self._shapes: dict[str, ModuleShape] = dict(injection.shapes)
+        self._shapes: dict[str, ModuleShape] = injection.shapes | injection.virtual_shapes
         self._left_out: dict[str, ModuleShape] = dict(injection.left_out)
-        self._weights: dict[str, Tensor] = dict(injection.weights)
+        self._bases = dict(injection.bases)
         self._layouts = tuple(
-            StackLayout(path=stack.path, member_paths=stack.member_paths, dtype=stack.weights.dtype)
+            StackLayout(
+                path=stack.path,
+                member_paths=stack.member_paths,
+                sizes=stack.weights.out_features,
+                dtype=stack.weights.dtype,
+                base_dtype=injection.bases[stack.path].weight.dtype,
+            )
             for stack in injection.stacks.values()
         )
         self._embed_scales = dict(injection.embed_scales)
@@ -91,50 +92,61 @@ class AdapterPreparer:
             AdapterMismatchError: modules the model does not have or that carry no LoRA here, shapes
                 or ranks that do not fit, parts that cannot be applied, no effect; all at once.
         """
-        problems = [*_unsupported_parts(adapter.parts), *self._left_out_problems(adapter.parts)]
-        parts: Mapping[str, ModulePart] = {}
+        problems = list(self._left_out_problems(adapter.parts))
+        parts: Mapping[str, BoundPart] = {}
         try:
             # Against all modules: a name must not become clear only because some are left out.
             parts = bind_adapter(
                 adapter,
                 self._shapes | self._left_out,
                 max_rank=self._max_rank,
-                base_weight=self._weights.get,
+                base=self._bases.get,
             )
         except InvalidAdapterError as error:
             problems += [self._explain(problem) for problem in error.problems]
+        contents: dict[str, SlotContent] = {}
+        if not problems:
+            contents, problems = self._pack(parts)
+        problems += _numeric_problems(contents) if not problems else []
         if problems:
             raise AdapterMismatchError(problems, source=adapter.source)
-        slices = self._pack(parts)
-        problems = list(_numeric_problems(slices))
-        if problems:
-            raise AdapterMismatchError(problems, source=adapter.source)
-        return make_prepared(slices, digest=adapter.digest, source=adapter.source)
+        return make_prepared(contents, digest=adapter.digest, source=adapter.source)
 
-    def _pack(self, parts: Mapping[str, ModulePart]) -> dict[str, Slices]:
-        """Sort the pairs into the slices of the stacks; a stack without any is left out."""
-        packed: dict[str, Slices] = {}
+    def _pack(self, parts: Mapping[str, BoundPart]) -> tuple[dict[str, SlotContent], list[Problem]]:
+        """Sort the parts into the slices of the stacks; a stack without any is left out."""
+        contents: dict[str, SlotContent] = {}
+        problems: list[Problem] = []
         for layout in self._layouts:
-            pairs = [
-                self._pair(path, parts.get(path), layout.dtype) for path in layout.member_paths
-            ]
-            if any(pair is not None for pair in pairs):
-                packed[layout.path] = tuple(pairs)
-        return packed
+            own = {p: parts[p] for p in (layout.path, *layout.member_paths) if p in parts}
+            if not own:
+                continue
+            try:
+                packed = pack_parts(
+                    own, layout.packed_modules, slice_sizes={layout.path: layout.sizes}
+                )
+            except InvalidAdapterError as error:
+                problems += error.problems
+            else:
+                contents[layout.path] = self._content(layout, packed[layout.path].parts)
+        return contents, problems
 
-    def _pair(
-        self, path: str, part: ModulePart | None, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor] | None:
-        pair: LoraPair | None = part.pair if part is not None else None
-        if pair is None:
-            return None
-        scale = self._embed_scales.get(path, 1.0)
-        lora_b = pair.lora_b if scale == 1.0 else pair.lora_b.float() * scale
-        return pair.lora_a.to(dtype), lora_b.to(dtype)
+    def _content(self, layout: StackLayout, parts: Sequence[BoundPart | None]) -> SlotContent:
+        """Cast the parts of a stack's slices and join what is one vector over all of them."""
+        scale = self._embed_scales.get(layout.path, 1.0)
+        fulls = tuple(
+            None if part is None or part.full is None else _cast_full(part.full, layout, scale)
+            for part in parts
+        )
+        return SlotContent(
+            slices=tuple(_cast_pair(part, layout.dtype, scale) for part in parts),
+            gain=_join([None if p is None else p.gain for p in parts], layout.sizes, fill=1.0),
+            bias=_join([None if p is None else p.bias for p in parts], layout.sizes, fill=0.0),
+            fulls=fulls if any(fulls) else (),
+        )
 
-    def _left_out_problems(self, parts: Mapping[str, ModulePart]) -> Iterable[Problem]:
+    def _left_out_problems(self, modules: Iterable[str]) -> Iterable[Problem]:
         """Yield a problem for each part whose module the caller chose to leave out."""
-        for module in parts:
+        for module in modules:
             path = _find(module, self._left_out)
             if path is not None and _find(module, self._shapes) is None:
                 yield Problem(
@@ -155,15 +167,31 @@ class AdapterPreparer:
         return problem
 
 
-def make_prepared(slices: Mapping[str, Slices], *, digest: str, source: str) -> PreparedAdapter:
-    """Wrap slices up with their rank and size."""
-    pairs = [pair for stack in slices.values() for pair in stack if pair is not None]
-    return PreparedAdapter(
-        slices=slices,
-        rank=max((lora_a.shape[0] for lora_a, _ in pairs), default=0),
-        nbytes=sum(lora_a.nbytes + lora_b.nbytes for lora_a, lora_b in pairs),
-        digest=digest,
-        source=source,
+def _cast_pair(part: BoundPart | None, dtype: torch.dtype, embed_scale: float) -> Pair | None:
+    if part is None or part.pair is None:
+        return None
+    lora_b = part.pair.lora_b
+    scaled = lora_b if embed_scale == 1.0 else lora_b.float() * embed_scale
+    return part.pair.lora_a.to(dtype), scaled.to(dtype)
+
+
+def _cast_full(full: FullModule, layout: StackLayout, embed_scale: float) -> FullModule:
+    """Cast a whole replacement to the base's dtype; a scaled embedding scales it too."""
+    weight = full.weight.to(layout.base_dtype)
+    bias = None if full.bias is None else full.bias.to(layout.base_dtype)
+    # The product is rounded as the embedding's own forward would round it.
+    return FullModule(weight=weight if embed_scale == 1.0 else weight * embed_scale, bias=bias)
+
+
+def _join(vectors: Sequence[Tensor | None], sizes: Sequence[int], *, fill: float) -> Tensor | None:
+    """Return the slices' vectors as one `[sum O_p]` float32; None when no slice has any."""
+    if all(vector is None for vector in vectors):
+        return None
+    return torch.cat(
+        [
+            torch.full((size,), fill) if vector is None else vector.float().cpu()
+            for vector, size in zip(vectors, sizes, strict=True)
+        ]
     )
 
 
@@ -177,37 +205,18 @@ def _find(module: str, paths: Collection[str]) -> str | None:
     return None
 
 
-def _unsupported_parts(parts: Mapping[str, ModulePart]) -> Iterable[Problem]:
-    """Yield a problem for each part that is not a pair: nothing of an adapter may be dropped."""
-    for module, part in parts.items():
-        for name in ("bias", "magnitude", "full"):
-            if getattr(part, name) is not None:
-                yield Problem(
-                    code=ProblemCode.UNSUPPORTED_TENSOR,
-                    module=module,
-                    tensor=name,
-                    found="present",
-                    expected="a lora_A and lora_B pair only",
-                )
-
-
-def _numeric_problems(slices: Mapping[str, Slices]) -> Iterable[Problem]:
+def _numeric_problems(contents: Mapping[str, SlotContent]) -> Iterable[Problem]:
     """Yield what is wrong with the numbers as the slots will hold them."""
-    if not any(_has_effect(pair) for stack in slices.values() for pair in stack):
+    if not any(content.has_effect() for content in contents.values()):
         found = "without effect: no pair, or every lora_A or lora_B zero in the slots' dtype"
         yield Problem(code=ProblemCode.NO_EFFECT, found=found, expected="at least one delta")
-    for path, stack in slices.items():
-        for index, pair in enumerate(stack):
-            for name, tensor in zip(("lora_A", "lora_B"), pair or (), strict=False):
-                if not torch.isfinite(tensor).all():
-                    yield Problem(
-                        code=ProblemCode.NOT_FINITE,
-                        module=path,
-                        tensor=f"{name} of slice {index}",
-                        found=f"not finite as {tensor.dtype}",
-                        expected="finite values",
-                    )
-
-
-def _has_effect(pair: tuple[Tensor, Tensor] | None) -> bool:
-    return pair is not None and bool(pair[0].any()) and bool(pair[1].any())
+    for path, content in contents.items():
+        for name, tensor in content.tensors():
+            if not torch.isfinite(tensor).all():
+                yield Problem(
+                    code=ProblemCode.NOT_FINITE,
+                    module=path,
+                    tensor=name,
+                    found=f"not finite as {tensor.dtype}",
+                    expected="finite values",
+                )

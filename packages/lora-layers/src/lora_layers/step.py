@@ -14,8 +14,8 @@ from lora_kernels import Routing, build_routing
 if TYPE_CHECKING:
     import torch
 
-SlotLookup: TypeAlias = Callable[[frozenset[str]], dict[str, int]]
-"""Keys -> slots; raises `AdapterNotActiveError` when one is in no slot."""
+SlotLookup: TypeAlias = Callable[[Sequence["RowRun"]], dict[str, int]]
+"""Runs -> slot of each key they name; raises when one cannot be used in that way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +113,7 @@ class StepState:
 
         Raises:
             AdapterNotActiveError: a run names an adapter that is in no slot.
+            NotLinearError: a run scales or mixes an adapter that allows neither.
         """
         self._tokens.cell.active = self._logits.cell.active = NO_ROUTING
         token_runs, logits_runs = tuple(tokens), tuple(logits)
@@ -144,8 +145,7 @@ class StepState:
     ) -> None:
         if memo.holds(runs, layout_version):
             return
-        keys = frozenset(key for run in runs for key, _ in run.adapters)
-        routing = route_runs(runs, slots_of(keys), num_slots=self._num_slots, device=self._device)
+        routing = route_runs(runs, slots_of(runs), num_slots=self._num_slots, device=self._device)
         memo.keep(runs, layout_version, routing)
         self.num_builds += 1
 

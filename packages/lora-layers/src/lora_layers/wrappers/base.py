@@ -11,23 +11,34 @@ from torch import nn
 
 from lora_kernels import Backend, Routing, StackedWeights
 from lora_layers.errors import InferenceOnlyError, RoutingNotSetError
+from lora_layers.wrappers.full import FullModules
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
+    from lora_layers.content import SlotContent
     from lora_layers.step import NoRouting, RoutingCell
 
 
 class SlotStack:
     """The slots of one wrapped module, its place in the model, and the step's routing.
 
-    Nothing is computed for a module while no slot of it holds a pair: `is_idle` is read on every
+    Nothing is computed for a module while no slot of it holds anything: `is_idle` is read on every
     call, so it is kept as a plain attribute.
     """
 
-    __slots__ = ("backend", "cell", "is_idle", "member_paths", "occupied", "path", "weights")
+    __slots__ = (
+        "backend",
+        "cell",
+        "fulls",
+        "is_idle",
+        "member_paths",
+        "occupied",
+        "path",
+        "weights",
+    )
 
     def __init__(
         self,
@@ -43,26 +54,30 @@ class SlotStack:
         self.member_paths = tuple(member_paths)
         """Path of the module behind each slice, in slice order; `(path,)` when it is not packed."""
         self.weights = weights
-        """A and B of all slots."""
+        """Pairs, gains and biases of all slots."""
+        self.fulls = FullModules(weights.out_features, weights.device)
+        """Whole replacements of all slots."""
         self.cell = cell
         """Where the step's routing is read."""
         self.backend = backend
         """Implementation of the operators."""
         self.occupied: set[int] = set()
-        """Slots that hold at least one pair."""
+        """Slots that hold anything."""
         self.is_idle = True
         """No slot holds anything."""
 
-    def write(self, slot: int, slices: Sequence[tuple[Tensor, Tensor] | None]) -> None:
+    def write(self, slot: int, content: SlotContent) -> None:
         """Replace what `slot` holds; the slot counts as written even when this raises."""
         self.occupied.add(slot)
         self.is_idle = False
-        self.weights.write_slot(slot, slices)
+        self.weights.write_slot(slot, content.slices, gain=content.gain, bias=content.bias)
+        self.fulls.write(slot, content.fulls)
 
     def reset(self, slot: int) -> None:
         """Zero `slot`; free when it holds nothing."""
         if slot in self.occupied:
             self.weights.reset_slot(slot)
+            self.fulls.reset(slot)
             self.occupied.discard(slot)
             self.is_idle = not self.occupied
 

@@ -37,6 +37,7 @@ class LoraEmbedding(LoraModule):
             checked = stack.check_step(routing, y, ids.shape[0])
             y_rows = y.view(-1, y.shape[-1])
             embedding_lora_(y_rows, ids, stack.weights, checked, backend=stack.backend)
+            stack.fulls.replace_rows_(y_rows, ids, checked)
         return y
 
 

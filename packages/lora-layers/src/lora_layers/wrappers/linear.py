@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 class LoraLinear(LoraModule):
     """`y = base(x) + sum of scale * B (A x)` over the adapters of each row.
 
+    Rows of an adapter with a gain, a bias or a weight of its own: see `SlotContent`.
+
     The base module's own forward (and hooks) give the first term, so subclasses with a forward of
     their own keep it; a prepacked product takes its place where one is given.
     """
@@ -53,7 +55,7 @@ class LoraLinear(LoraModule):
 
 
 def add_delta_(y: Tensor, x: Tensor, stack: SlotStack, routing: Routing | NoRouting) -> None:
-    """Add the step's LoRA part to `y [..., sum O_p]` in place, for `x [..., I]`.
+    """Bring in what the step's adapters do: `y [..., sum O_p]` in place, for `x [..., I]`.
 
     Raises:
         RoutingNotSetError: no routing is set, or it has another number of rows.
@@ -63,3 +65,4 @@ def add_delta_(y: Tensor, x: Tensor, stack: SlotStack, routing: Routing | NoRout
     checked = stack.check_step(routing, y, rows.shape[0])
     y_rows = y.view(-1, y.shape[-1])  # a view: a copy would be written in vain
     apply_lora_(y_rows, rows, stack.weights, checked, backend=stack.backend)
+    stack.fulls.replace_outputs_(y_rows, rows, checked)
