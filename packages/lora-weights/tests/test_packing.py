@@ -102,7 +102,7 @@ def test_a_fused_part_is_cut_by_rows_and_shares_a() -> None:
 
 
 def test_rows_that_match_no_slices_are_an_error_with_the_numbers() -> None:
-    with pytest.raises(InvalidAdapterError, match=r"9 rows in lora_B, expected 8 \(4 \+ 2 \+ 2"):
+    with pytest.raises(InvalidAdapterError, match=r"9 rows wide, expected 8 \(4 \+ 2 \+ 2"):
         pack_parts({"qkv_proj": part(9)}, PACKED, slice_sizes={"qkv_proj": (4, 2, 2)})
 
 

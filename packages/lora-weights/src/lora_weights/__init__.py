@@ -24,7 +24,7 @@ from lora_weights.modules import (
     ModuleShape,
     TokenRows,
 )
-from lora_weights.packing import PackedPart, pack_parts
+from lora_weights.packing import PackedPart, pack_parts, unpack_parts
 from lora_weights.report import AdapterReport, ModuleSummary, inspect_adapter
 from lora_weights.save import RawAdapter, save_adapter
 from lora_weights.validate import bind_adapter
@@ -59,4 +59,5 @@ __all__ = [
     "load_adapter",
     "pack_parts",
     "save_adapter",
+    "unpack_parts",
 ]

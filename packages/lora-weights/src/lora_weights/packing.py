@@ -8,12 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from lora_weights.bound import BoundPart
 from lora_weights.errors import InvalidAdapterError, Problem, ProblemCode
-from lora_weights.modules import LoraPair
+from lora_weights.rows import count_rows, take_part
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+
+    from lora_weights.bound import BoundPart
+    from lora_weights.modules import LoraPair
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -30,8 +32,8 @@ class PackedPart:
 
     @property
     def rank(self) -> int:
-        """Largest rank of any slice; 0 when none has a pair."""
-        return max((pair.rank for pair in self.slices if pair is not None), default=0)
+        """Largest rank of any slice or of the experts' pairs; 0 when there is none."""
+        return max((part.rank for part in self.parts if part is not None), default=0)
 
     @property
     def nbytes(self) -> int:
@@ -58,15 +60,20 @@ def pack_parts(
         packed_modules: name of a packed module -> names of its members in row order, such as
             ``{"qkv_proj": ("q_proj", "k_proj", "v_proj")}``.
         slice_sizes: path of a packed module -> rows `O_p` of its slices. Needed to cut a part
-            that was trained on the packed module itself, or on several slices at once.
+            that was trained on the packed module itself, or on several slices at once; members
+            are checked against it.
+
+    A part is cut by rows as a whole: B, gain, bias and a whole weight, with A shared. The slices
+    of a packed module follow one another; a projection whose rows alternate between them head by
+    head is not one.
 
     Returns:
         Path -> packed part. Members go under ``<parent>.<packed name>``, an absent one as None;
         every other module goes under its own path with one slice.
 
     Raises:
-        InvalidAdapterError: a part's rows match no run of slices, or a packed module and its
-            member both have a part; names all of them.
+        InvalidAdapterError: a part's rows match no run of slices or not the slice of its name, or
+            a packed module and its member both have a part; names all of them.
         ValueError: `packed_modules` gives one member to two packed modules.
     """
     members = _Members(packed_modules)
@@ -89,6 +96,43 @@ def pack_parts(
     if problems:
         raise InvalidAdapterError(problems)
     return packed
+
+
+def unpack_parts(
+    packed: Mapping[str, PackedPart], packed_modules: Mapping[str, Sequence[str]]
+) -> dict[str, BoundPart]:
+    """Give every slice of a packed module to the member of that name: the inverse of packing.
+
+    With it an adapter that was trained on a fused projection serves a base that has the
+    projections apart: pack with the sizes of the slices, then unpack.
+
+    Args:
+        packed: path -> packed part, as `pack_parts` returns it.
+        packed_modules: name of a packed module -> names of its members in row order.
+
+    Returns:
+        Path of a member -> its part, absent slices left out; other modules under their own path.
+
+    Raises:
+        InvalidAdapterError: a packed part has another number of slices than its module members;
+            names all of them.
+    """
+    parts: dict[str, BoundPart] = {}
+    problems: list[Problem] = []
+    for path, part in packed.items():
+        parent, _, name = path.rpartition(".")
+        members = packed_modules.get(name, ("",))
+        if len(members) != len(part.parts):
+            found, expected = f"{len(part.parts)} slices", f"{len(members)}, one a member"
+            problems += _error(path, found, expected).problems
+            continue
+        for member, piece in zip(members, part.parts, strict=True):
+            if piece is not None:
+                home = f"{parent}.{member}" if parent and member else member or path
+                parts[home] = piece
+    if problems:
+        raise InvalidAdapterError(problems)
+    return parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,29 +183,59 @@ def _pack_group(
         found = f"adapted as a whole and by its member {next(name for name in group if name)}"
         raise _error(path, found, "one of the two")
     if whole is not None:
-        if sizes is None or len(sizes) == 1 or whole.pair is None:
+        # One slice is the module itself; a replaced head may have rows of its own number.
+        if sizes is None or len(sizes) == 1 or not _has_rows(whole):
             return PackedPart(parts=(whole,))
         return PackedPart(parts=tuple(_cut(path, whole, sizes)))
     found_parts = [group.get(name) for name in members]
-    if sizes is None or len(sizes) == len(members):
+    if sizes is None:
+        return PackedPart(parts=tuple(found_parts))
+    if len(sizes) == len(members):
+        _check_members(path, members, found_parts, sizes)
         return PackedPart(parts=tuple(found_parts))
     return PackedPart(parts=tuple(_spread(path, members, found_parts, sizes)))
 
 
+def _has_rows(part: BoundPart) -> bool:
+    """Return whether a part can be cut by rows: not of an embedding, not of experts."""
+    return part.experts is None and (part.pair is None or not part.pair.is_embedding)
+
+
+def _rows(path: str, part: BoundPart) -> int:
+    """Return the output rows of a part that must have some."""
+    try:
+        rows = count_rows(part)
+    except ValueError as error:
+        raise _error(path, f"inconsistent: {error}", "one number of rows") from error
+    if rows is None:
+        raise _error(path, "an empty part", "a pair, a gain, a bias or a whole weight")
+    return rows
+
+
+def _check_members(
+    path: str, members: Sequence[str], parts: Sequence[BoundPart | None], sizes: Sequence[int]
+) -> None:
+    """Refuse members whose rows are not those of their slices, all of them in one error."""
+    problems: list[Problem] = []
+    for name, part, size in zip(members, parts, sizes, strict=True):
+        rows = size if part is None else _rows(f"{path}[{name}]", part)
+        if rows != size:
+            expected = f"{size}, the rows of its slice"
+            problems += _error(f"{path}[{name}]", f"{rows} rows wide", expected).problems
+    if problems:
+        raise InvalidAdapterError(problems)
+
+
 def _cut(path: str, part: BoundPart, sizes: Sequence[int]) -> Iterator[BoundPart]:
-    """Yield one part per slice: B's rows in order, A shared."""
-    pair = part.pair
-    assert pair is not None
-    if part.nbytes != pair.nbytes:
-        raise _error(path, "a part with more than a pair", "a pair, which can be cut by rows")
-    if pair.out_features != sum(sizes):
+    """Yield one part per slice: rows in order, A shared."""
+    rows = _rows(path, part)
+    if rows != sum(sizes):
         expected = f"{sum(sizes)} ({' + '.join(map(str, sizes))} for its slices)"
-        raise _error(path, f"{pair.out_features} rows in lora_B", expected)
+        raise _error(path, f"{rows} rows wide", expected)
     start = 0
     for size in sizes:
-        lora_b = pair.lora_b[start : start + size]
+        yield part if size == rows else take_part(part, [(start, start + size)])
         start += size
-        yield BoundPart(pair=LoraPair(lora_a=pair.lora_a, lora_b=lora_b))
 
 
 def _spread(
@@ -171,12 +245,12 @@ def _spread(
     sizes: Sequence[int],
 ) -> Iterator[BoundPart | None]:
     """Yield one part per slice when a member covers several slices."""
-    rows = [None if part is None or part.pair is None else part.pair.out_features for part in parts]
+    rows = [None if part is None else _rows(path, part) for part in parts]
     runs = list(_match_runs(rows, sizes))
     if len(runs) != 1:
         found = ", ".join(f"{name} {count}" for name, count in zip(members, rows, strict=True))
         how = "more than one way of dividing" if runs else "no way of dividing"
-        raise _error(path, f"{found} rows in lora_B, {how} {list(sizes)}", "exactly one")
+        raise _error(path, f"{found} rows wide, {how} {list(sizes)}", "exactly one")
     position = 0
     for name, part, count in zip(members, parts, runs[0], strict=True):
         run = sizes[position : position + count]
