@@ -30,7 +30,7 @@ def read_config(files: AdapterFiles) -> tuple[AdapterConfig | None, list[Problem
 
 
 def read_weights(
-    files: AdapterFiles, *, allow_pickle: bool, read_tensors: bool = True
+    files: AdapterFiles, *, allow_pickle: bool, read_tensors: bool, max_bytes: int
 ) -> tuple[TensorFile | None, list[Problem]]:
     """Read the weights.
 
@@ -38,6 +38,7 @@ def read_weights(
         files: the adapter's files.
         allow_pickle: read ``.bin`` and ``.pt`` files.
         read_tensors: read the numbers too, and not only names and shapes.
+        max_bytes: most bytes of tensors to read.
 
     Returns:
         The tensors, or None with the reasons why they cannot be read whole.

@@ -26,13 +26,16 @@ from lora_weights.inventory import Inventory, PairEntries, take_inventory
 from lora_weights.modules import LoraPair, ModulePart
 from lora_weights.names import Part
 from lora_weights.scaling import ModuleScaling, ScalingTable, fold_scaling_
-from lora_weights.sources.folder import AdapterFiles, find_files
+from lora_weights.sources.address import shown_source
+from lora_weights.sources.open import open_source
+from lora_weights.sources.options import DEFAULT_MAX_BYTES, FetchOptions
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterator, Mapping
 
     from lora_weights.config import AdapterConfig
+    from lora_weights.sources.folder import AdapterFiles
     from lora_weights.tensors import TensorFile
 
 LORA_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -67,26 +70,43 @@ def load_adapter(
     dtype: torch.dtype | None = None,
     max_rank: int | None = None,
     allow_pickle: bool = False,
+    cache_dir: str | os.PathLike[str] | None = None,
+    max_bytes: int = DEFAULT_MAX_BYTES,
+    storage_options: Mapping[str, object] | None = None,
 ) -> Adapter:
-    """Read an adapter folder and check everything that can be told without a base model.
+    """Read an adapter and check everything that can be told without a base model.
 
     Args:
-        source: a folder: a path, ``~`` included, or ``file:///path``.
+        source: a folder: a path, ``~`` included, or ``file:///path``; or ``s3://bucket/folder``,
+            ``gs://bucket/folder`` (extra ``remote``), ``https://host/folder``, ``hf://owner/name``
+            or ``owner/name``, both with an optional ``@revision`` (extra ``hub``). See
+            `lora_weights.sources.address.parse_address` for what counts as which.
         dtype: type of the tensors in memory (float32, float16, bfloat16); None keeps the file's.
         max_rank: largest rank accepted; None accepts any.
         allow_pickle: read ``adapter_model.bin`` or ``.pt`` where there is no safetensors file,
             with torch's restricted unpickler.
+        cache_dir: where downloads are kept; None is ``.cache/lora-weights`` in the home folder.
+        max_bytes: most bytes the files of the adapter may have together, wherever they lie.
+        storage_options: credentials and endpoints of a remote source, as its storage takes them.
 
     Raises:
         AdapterNotFoundError: no folder there, or no ``adapter_config.json`` in it.
         InvalidAdapterError: the adapter cannot be used; carries every problem.
         UnsafeFormatError: the only weights are a pickle file and `allow_pickle` is false.
-        SourceError: the files cannot be read, or the source is not on this machine.
-        ValueError: `dtype` or `max_rank` is not one that can be asked for.
+        SourceError: the files cannot be read or fetched; the original error is the cause.
+        ValueError: `dtype`, `max_rank` or `max_bytes` is not one that can be asked for.
     """
-    reading = read_adapter(source, dtype=dtype, max_rank=max_rank, allow_pickle=allow_pickle)
+    reading = read_adapter(
+        source,
+        dtype=dtype,
+        max_rank=max_rank,
+        allow_pickle=allow_pickle,
+        fetch=FetchOptions(
+            cache_dir=cache_dir, max_bytes=max_bytes, storage_options=storage_options or {}
+        ),
+    )
     if reading.adapter is None:
-        raise InvalidAdapterError(reading.problems, source=str(source))
+        raise InvalidAdapterError(reading.problems, source=shown_source(source))
     return reading.adapter
 
 
@@ -96,6 +116,7 @@ def read_adapter(
     dtype: torch.dtype | None,
     max_rank: int | None,
     allow_pickle: bool,
+    fetch: FetchOptions,
     read_tensors: bool = True,
 ) -> Reading:
     """Read a source as far as its content allows.
@@ -109,19 +130,26 @@ def read_adapter(
     if max_rank is not None and max_rank < 1:
         raise ValueError(f"max_rank is {max_rank}, expected at least 1")
     try:
-        files = find_files(source)
-        reading = Reading(files=files)
-        reading.config, reading.problems = read_config(files)
-        reading.tensors, problems = read_weights(
-            files, allow_pickle=allow_pickle, read_tensors=read_tensors
-        )
-        reading.problems += problems
+        with open_source(
+            source, fetch, allow_pickle=allow_pickle, read_tensors=read_tensors
+        ) as opened:
+            reading = Reading(files=opened.files)
+            reading.config, reading.problems = read_config(opened.files)
+            reading.tensors, problems = read_weights(
+                opened.files,
+                allow_pickle=allow_pickle,
+                read_tensors=read_tensors,
+                max_bytes=fetch.max_bytes,
+            )
+            reading.problems += problems
+            if reading.config is not None and reading.tensors is not None:
+                _check(reading, reading.config, reading.tensors, max_rank, dtype)
+            if not reading.problems:
+                opened.keep()
     except AdapterError:
         raise
     except OSError as error:
-        raise SourceError(source=str(source), reason=str(error)) from error
-    if reading.config is not None and reading.tensors is not None:
-        _check(reading, reading.config, reading.tensors, max_rank, dtype)
+        raise SourceError(source=shown_source(source), reason=str(error)) from error
     return reading
 
 

@@ -19,10 +19,12 @@ from lora_weights.errors import (
 from lora_weights.fields import CONFIG_FILE
 from lora_weights.load import Reading, read_adapter
 from lora_weights.scaling import pattern_fault
+from lora_weights.sources.address import shown_source
+from lora_weights.sources.options import DEFAULT_MAX_BYTES, FetchOptions
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     import torch
 
@@ -97,24 +99,44 @@ def inspect_adapter(
     dtype: torch.dtype | None = None,
     max_rank: int | None = None,
     allow_pickle: bool = False,
+    read_tensors: bool = True,
+    cache_dir: str | os.PathLike[str] | None = None,
+    max_bytes: int = DEFAULT_MAX_BYTES,
+    storage_options: Mapping[str, object] | None = None,
 ) -> AdapterReport:
-    """Read an adapter folder and report what is in it.
+    """Read an adapter and report what is in it.
 
     Args:
         source: as for `load_adapter`; a missing folder is reported too.
         dtype: as for `load_adapter`.
         max_rank: as for `load_adapter`.
         allow_pickle: as for `load_adapter`.
+        read_tensors: read the numbers too. Without them the report rests on the configuration and
+            the headers of the weight files; no tensor data is read, and nothing says that the
+            numbers are finite or have an effect.
+        cache_dir: as for `load_adapter`.
+        max_bytes: as for `load_adapter`.
+        storage_options: as for `load_adapter`.
 
     Raises:
-        ValueError: `dtype` or `max_rank` is not one that can be asked for.
+        ValueError: `dtype`, `max_rank` or `max_bytes` is not one that can be asked for.
     """
+    fetch = FetchOptions(
+        cache_dir=cache_dir, max_bytes=max_bytes, storage_options=storage_options or {}
+    )
     try:
-        reading = read_adapter(source, dtype=dtype, max_rank=max_rank, allow_pickle=allow_pickle)
+        reading = read_adapter(
+            source,
+            dtype=dtype,
+            max_rank=max_rank,
+            allow_pickle=allow_pickle,
+            fetch=fetch,
+            read_tensors=read_tensors,
+        )
     except (AdapterNotFoundError, SourceError, UnsafeFormatError) as error:
-        return _unread(str(source), error)
+        return _unread(shown_source(source), error)
     return AdapterReport(
-        source=str(source),
+        source=shown_source(source),
         adapter=reading.adapter,
         problems=tuple(reading.problems),
         warnings=tuple(_warnings(reading)),
