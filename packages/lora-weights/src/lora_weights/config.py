@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 from lora_weights.errors import InvalidAdapterError, Problem, ProblemCode
 from lora_weights.field_reader import FieldReader
 from lora_weights.fields import CONFIG_FILE, check_fields, short
+from lora_weights.json_object import parse_object
 
 if TYPE_CHECKING:
     import os
@@ -106,17 +106,8 @@ class AdapterConfig:
 
 def parse_json(content: bytes) -> tuple[Mapping[str, object] | None, list[Problem]]:
     """Return the JSON object in a configuration file, or the problem with it."""
-    if content.startswith(b"version https://git-lfs"):
-        return None, [_unreadable("a git-lfs pointer", "the file itself (run `git lfs pull`)")]
-    if not content.strip():
-        return None, [_unreadable("empty", "a JSON object")]
-    try:
-        data = json.loads(content.decode("utf-8-sig"))
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        return None, [_unreadable(f"not JSON ({error})", "a JSON object")]
-    if not isinstance(data, dict):
-        return None, [_unreadable(f"a JSON {type(data).__name__}", "a JSON object")]
-    return data, []
+    data, fault = parse_object(content)
+    return (data, []) if fault is None else (None, [_unreadable(*fault)])
 
 
 def _unreadable(found: str, expected: str) -> Problem:

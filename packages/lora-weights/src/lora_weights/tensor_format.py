@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lora_weights.json_object import LFS_MARK, unique_keys
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -23,8 +25,12 @@ LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
 """Largest header accepted, the bound of the safetensors format."""
 
-LFS_MARK = b"version https://git-lfs"
-"""What a file starts with when git-lfs left its pointer in place of it."""
+MAX_DIMENSIONS = 64
+"""Most dimensions of a tensor, the bound of torch."""
+
+_MAX_ELEMENTS = 2**60
+
+_MAX_TEXT = 100
 
 DTYPES = {
     "F64": torch.float64,
@@ -82,8 +88,8 @@ def parse_header(
     """Return the entries in data order, or (found, expected) for a header that is wrong."""
     expected = "the header of a safetensors file"
     try:
-        items = json.loads(header, object_pairs_hook=_unique_object)
-    except (UnicodeDecodeError, ValueError, RecursionError) as error:
+        items = json.loads(header, object_pairs_hook=unique_keys)
+    except (ValueError, RecursionError) as error:
         return (), (f"not safetensors ({error})", expected)
     if not isinstance(items, dict):
         return (), (f"not safetensors (its header is a {type(items).__name__})", expected)
@@ -98,15 +104,6 @@ def parse_header(
     return tuple(entries), _layout_fault(entries, size)
 
 
-def _unique_object(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    items = dict(pairs)
-    if len(items) < len(pairs):
-        keys = [key for key, _ in pairs]
-        double = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"the header names {double!r} twice")
-    return items
-
-
 def _parse_entry(key: str, item: object) -> TensorEntry | str:
     """Return the entry, or what is wrong with it."""
     match item:
@@ -114,14 +111,31 @@ def _parse_entry(key: str, item: object) -> TensorEntry | str:
             pass
         case _:
             return f"{key!r} has no dtype, shape and data_offsets"
+    if not key.isprintable():
+        return f"{key[:100]!r} is no name"
     if dtype not in DTYPES:
         return f"{key!r} has the unknown type {dtype!r}"
     if any(type(size) is not int or size < 0 for size in shape):
-        return f"{key!r} has the shape {shape}"
+        return f"{key!r} has the shape {_short(shape)}"
+    if math.prod(size or 1 for size in shape) > _MAX_ELEMENTS:
+        # Beside a zero any number would pass the check of the bytes.
+        return f"{key!r} has the shape {_short(shape)}"
+    if len(shape) > MAX_DIMENSIONS:
+        return f"{key!r} has {len(shape)} dimensions"
     size = math.prod(shape) * DTYPES[dtype].itemsize
     if start < 0 or end - start != size:
-        return f"{key!r} has {end - start} bytes at {start}, its shape {shape} needs {size}"
+        found = f"{_short(end - start)} bytes at {_short(start)}"
+        return f"{key!r} has {found}, its shape {_short(shape)} needs {_short(size)}"
     return TensorEntry(key, dtype, tuple(shape), start, end)
+
+
+def _short(value: object) -> str:
+    """Return a value's text, cut where a hostile file made it long."""
+    try:
+        text = str(value)
+    except ValueError:  # a product with more digits than Python writes out
+        return "a huge number"
+    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."
 
 
 def _layout_fault(entries: list[TensorEntry], size: int) -> tuple[str, str] | None:
@@ -129,10 +143,11 @@ def _layout_fault(entries: list[TensorEntry], size: int) -> tuple[str, str] | No
     position = 0
     for entry in entries:
         if entry.start != position:
-            return f"inconsistent ({entry.key!r} starts at byte {entry.start})", f"byte {position}"
+            found = f"inconsistent ({entry.key!r} starts at byte {_short(entry.start)})"
+            return found, f"byte {position}"
         position = entry.end
     if position > size:
-        return f"{size} bytes of data long", f"{position} as its header says; it is cut off"
+        return f"{size} bytes of data long", f"{_short(position)} as its header says; it is cut off"
     if position < size:
         return f"{size} bytes of data long", f"{position} as its header says"
     return None

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from lora_weights.errors import Problem, ProblemCode
+from lora_weights.json_object import LFS_MARK
 from lora_weights.tensor_format import (
     DTYPES,
     LENGTH_BYTES,
-    LFS_MARK,
     TensorEntry,
     build_header,
     head_fault,
