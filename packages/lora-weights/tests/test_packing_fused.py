@@ -87,7 +87,7 @@ def test_c25_a_fused_adapter_reaches_the_members_of_a_split_base_exactly(
     whole = output(bound[path], x @ weight.T, x)
     found = [
         output(parts[f"{parent}.{member}"], x @ rows.T, x)
-        for member, rows in zip(PACKED[name], weight.split(list(sizes)), strict=True)
+        for member, rows in zip(PACKED[name], torch.split(weight, list(sizes)), strict=True)
     ]
     assert list(parts) == [f"{parent}.{member}" for member in PACKED[name]]
     assert torch.allclose(torch.cat(found, dim=1), whole, atol=1e-12)
@@ -108,11 +108,11 @@ def test_c25_split_adapters_land_on_their_own_rows_of_a_fused_base(
 
     weight, x = random(sum(sizes), 32), random(5, 32, seed=3)
     merged = []
-    for rows, member in zip(weight.split(list(sizes)), modules, strict=True):
+    for rows, member in zip(torch.split(weight, list(sizes)), modules, strict=True):
         pair = bound[member].pair
         assert pair is not None
         merged.append(rows + pair.lora_b.double() @ pair.lora_a.double())
-    y = (x @ weight.T).split(list(sizes), dim=1)
+    y = torch.split(x @ weight.T, list(sizes), dim=1)
     found = [output(piece, rows, x) for piece, rows in zip(packed.parts, y, strict=True)]
     assert torch.allclose(torch.cat(found, dim=1), x @ torch.cat(merged).T, atol=1e-12)
     assert [pair.rank for pair in packed.slices if pair] == [4] * (len(sizes) - 1) + [2]
@@ -183,7 +183,7 @@ def test_every_kind_of_part_is_cut_by_rows(kind: str) -> None:
     packed = pack_parts({"l.attn.qkv_proj": whole}, PACKED, slice_sizes=SIZES)
 
     pieces = packed["l.attn.qkv_proj"].parts
-    columns = y.split([64, 16, 16], dim=1)
+    columns = torch.split(y, [64, 16, 16], dim=1)
     found = [output(piece, rows, x) for piece, rows in zip(pieces, columns, strict=True)]
     assert torch.allclose(torch.cat(found, dim=1), output(whole, y, x), atol=1e-12)
 

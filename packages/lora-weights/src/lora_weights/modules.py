@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from lora_weights.experts import ExpertPart
+    from lora_weights.experts.stored import StoredExperts
 
 
 class ModuleKind(StrEnum):
@@ -115,8 +115,8 @@ class ModulePart:
     """A whole replacement; then there is nothing else."""
     token_rows: TokenRows | None = None
     """Replaced rows of an embedding, or of the head tied to it."""
-    experts: ExpertPart | None = None
-    """Pairs of a fused experts module; then there is nothing else."""
+    experts: StoredExperts | None = None
+    """Stacked pairs of an experts module; then there is nothing else."""
 
     @property
     def is_linear(self) -> bool:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
 
@@ -26,6 +28,9 @@ class ExpertShape:
     """Whether there is a gate (w1) beside the up projection (w3)."""
     is_interleaved: bool = False
     """Whether the base keeps gate in the even rows and up in the odd ones, not in halves."""
+    is_transposed: bool = False
+    """Whether the base stores its parameters as `[X, I, O]` (gpt-oss), not as `[X, O, I]`. PEFT
+    asks the same question before it gives A the inputs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -59,6 +64,26 @@ class ExpertPart:
     w3: ExpertPair | None = None
     """Up, `H -> F`; None for experts without a gate, whose one projection is w1. It may share
     its `lora_a` with w1."""
+
+    def map_pairs(self, change: Callable[[str, ExpertPair], ExpertPair]) -> ExpertPart:
+        """Return a part with every pair changed; an A that w1 and w3 share stays one tensor.
+
+        Args:
+            change: takes the name (w1, w2, w3) and the pair.
+        """
+        pairs = {
+            name: change(name, pair)
+            for name, pair in (("w1", self.w1), ("w2", self.w2), ("w3", self.w3))
+            if pair is not None
+        }
+        if self.has_shared_a:
+            pairs["w3"] = ExpertPair(lora_a=pairs["w1"].lora_a, lora_b=pairs["w3"].lora_b)
+        return ExpertPart(**pairs)
+
+    @property
+    def has_shared_a(self) -> bool:
+        """Whether w1 and w3 have one and the same A, as 3D files give them."""
+        return self.w1 is not None and self.w3 is not None and self.w1.lora_a is self.w3.lora_a
 
     @property
     def rank(self) -> int:
