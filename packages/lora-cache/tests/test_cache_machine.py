@@ -39,6 +39,7 @@ class Picture(NamedTuple):
     pinned: tuple[str, ...]
     leased: dict[str, int]
     draining: frozenset[str]
+    placing: dict[str, int]
     layout_version: int
     host_bytes: int
 
@@ -52,6 +53,7 @@ def picture(rig: CacheRig) -> Picture:
         pinned=cache.pinned_keys(),
         leased=cache.leased_keys(),
         draining=cache.draining_keys(),
+        placing=cache.placing_keys(),
         layout_version=cache.layout_version,
         host_bytes=cache.stats().host_bytes,
     )
@@ -94,12 +96,28 @@ class AdapterCacheMachine(RuleBasedStateMachine):
         self.lease_slots: list[dict[str, int]] = []
         self.pins: set[str] = set()
         self.draining: dict[str, str] = {}  # with the values they had
+        self.placing: dict[str, int] = {}  # keys that are being written, with their slots
         self.num_loads = 0
 
     # The model.
 
     def leased(self) -> set[str]:
         return {key for slots in self.lease_slots for key in slots}
+
+    def forget_failed(self) -> None:
+        """Drop the leases that ended because what they waited for could not be placed."""
+        ended = [lease.failure is not None for lease in self.leases]
+        self.leases = [one for one, is_over in zip(self.leases, ended, strict=True) if not is_over]
+        self.lease_slots = [
+            slots for slots, is_over in zip(self.lease_slots, ended, strict=True) if not is_over
+        ]
+        self.forget_drained()
+
+    def forget_drained(self) -> None:
+        leased = self.leased()
+        for key in [key for key in self.draining if key not in leased]:
+            del self.draining[key]
+            self.placing.pop(key, None)
 
     def forget_evicted(self) -> None:
         """Drop from the model what the hook says left the host tier; none of it may be held."""
@@ -118,7 +136,7 @@ class AdapterCacheMachine(RuleBasedStateMachine):
         num_slots = self.cache.num_slots
         if len(wanted) > num_slots:
             return SetTooLargeError
-        stays = self.leased() | self.pins
+        stays = self.leased() | self.pins | set(self.placing)
         if self.is_strict:
             stays |= set(self.cache.active_keys())
         return NoFreeSlotError if len(stays | wanted) > num_slots else None
@@ -177,6 +195,7 @@ class AdapterCacheMachine(RuleBasedStateMachine):
             self.pins.discard(key)
 
         self.forget_evicted()
+        self.placing.pop(key, None)
         self.values[key] = value
 
     @rule(keys=SETS)
@@ -192,24 +211,81 @@ class AdapterCacheMachine(RuleBasedStateMachine):
             self.check_refusal(error, expected, before)
             return
         except PlacementError:
-            assert self.rig.placer.failing.intersection(absent)
-            assert self.cache.leased_keys() == before.leased
+            self.give_up_placing(absent)
+            assert self.cache.leased_keys().keys() == self.leased()
             self.forget_evicted()
             return
 
         assert expected is None
-        self.check_victims(before, set(keys), len(absent))
+        self.check_victims(before, set(keys), absent)
         self.forget_evicted()
+        for key in absent:
+            self.placing.pop(key, None)
         assert lease.slots == {key: self.cache.slot_of(key) for key in set(keys)}
         assert (self.cache.layout_version == before.layout_version) == (not absent)
         self.leases.append(lease)
         self.lease_slots.append(dict(lease.slots))
 
-    def check_victims(self, before: Picture, wanted: set[str], num_absent: int) -> None:
+    def give_up_placing(self, absent: list[str]) -> None:
+        """One of the absent members failed; those before it are in their slots."""
+        failed = next(key for key in absent if key in self.rig.placer.failing)
+        for key in absent[: absent.index(failed) + 1]:
+            self.placing.pop(key, None)
+        self.forget_failed()
+
+    @rule(keys=SETS)
+    def begin(self, keys: list[str]) -> None:
+        before = picture(self.rig)
+        expected = self.expected_error(keys)
+
+        try:
+            lease, moves = self.cache.begin(keys)
+        except CacheError as error:
+            self.check_refusal(error, expected, before)
+            return
+
+        assert expected is None
+        absent = [key for key in dict.fromkeys(keys) if key not in before.active]
+        assert [move.key for move in moves] == [key for key in absent if key not in self.placing]
+        self.check_victims(before, set(keys), absent)
+        self.forget_evicted()
+        self.placing |= {move.key: move.slot for move in moves}
+        assert lease.is_ready == (not absent)
+        assert lease.slots.keys() == set(keys)
+        self.leases.append(lease)
+        self.lease_slots.append(dict(lease.slots))
+
+    @precondition(lambda self: self.placing)
+    @rule(data=st.data(), succeeds=st.booleans())
+    def end_a_write(self, data: st.DataObject, succeeds: bool) -> None:
+        key = data.draw(st.sampled_from(sorted(self.placing)))
+        slot = self.placing.pop(key)
+        value = self.values.get(key) or self.draining[key]
+
+        if succeeds:
+            self.rig.placer.contents[slot] = (key, value)
+            assert self.cache.finish(key, slot)
+            assert self.cache.slot_of(key) == slot
+        else:
+            self.rig.placer.contents.pop(slot, None)
+            assert self.cache.fail(key, slot, PlacementError("told to fail"))
+            assert self.cache.slot_of(key) is None
+            self.forget_failed()
+
+    @rule(key=KEYS, slot=st.integers(min_value=0, max_value=3))
+    def end_a_write_that_nobody_wants(self, key: str, slot: int) -> None:
+        if self.placing.get(key) != slot:
+            before = picture(self.rig)
+            assert not self.cache.finish(key, slot)
+            assert not self.cache.fail(key, slot, PlacementError("told to fail"))
+            assert picture(self.rig) == before
+
+    def check_victims(self, before: Picture, wanted: set[str], absent: list[str]) -> None:
         """Free slots went first, then the least recently used keys that nothing held."""
         held = wanted | self.pins | set(before.leased)
         may_go = [key for key in before.active if key not in held]
-        num_victims = max(0, num_absent - before.slots.count(None))
+        num_free = before.slots.count(None) - len(before.placing)
+        num_victims = max(0, sum(key not in before.placing for key in absent) - num_free)
         assert [key for key, _ in self.rig.hook.evicted] == may_go[:num_victims]
 
     @precondition(lambda self: self.leases)
@@ -223,8 +299,7 @@ class AdapterCacheMachine(RuleBasedStateMachine):
         if again:
             lease.release()
 
-        leased = self.leased()
-        self.draining = {key: value for key, value in self.draining.items() if key in leased}
+        self.forget_drained()
 
     @rule(key=KEYS)
     def activate(self, key: str) -> None:
@@ -239,12 +314,14 @@ class AdapterCacheMachine(RuleBasedStateMachine):
             return
         except PlacementError:
             assert key in self.rig.placer.failing
+            self.give_up_placing([key])
             self.forget_evicted()
             return
 
         assert expected is None
         assert is_new != was_active
         self.forget_evicted()
+        self.placing.pop(key, None)
 
     @rule(keys=SETS)
     def touch(self, keys: list[str]) -> None:
@@ -285,11 +362,13 @@ class AdapterCacheMachine(RuleBasedStateMachine):
             return
         except PlacementError:
             assert key in self.rig.placer.failing
+            self.give_up_placing([key])
             self.forget_evicted()
             return
 
         assert expected is None
         self.forget_evicted()
+        self.placing.pop(key, None)
         self.pins.add(key)
 
     @precondition(lambda self: self.pins)
@@ -336,6 +415,8 @@ class AdapterCacheMachine(RuleBasedStateMachine):
             value = self.values.pop(key)
             if key in self.leased():
                 self.draining[key] = value
+            else:
+                self.placing.pop(key, None)
 
     @rule(keys=st.sets(KEYS, max_size=2))
     def choose_failing(self, keys: set[str]) -> None:
@@ -354,13 +435,15 @@ class AdapterCacheMachine(RuleBasedStateMachine):
         assert self.cache.draining_keys() == set(self.draining)
         assert set(self.cache.leased_keys()) == self.leased()
         assert self.cache.stats().num_leases == len(self.leases)
+        assert self.cache.placing_keys() == self.placing
         for key in "abcdefgh":
             assert (key in self.cache) == (key in self.values)
 
     @invariant()
     def what_is_leased_never_moves(self) -> None:
-        for slots in self.lease_slots:
-            assert {key: self.cache.slot_of(key) for key in slots} == slots
+        for lease, slots in zip(self.leases, self.lease_slots, strict=True):
+            assert {key: self.placing.get(key, self.cache.slot_of(key)) for key in slots} == slots
+            assert lease.is_ready == self.placing.keys().isdisjoint(slots)
 
     def teardown(self) -> None:
         """All leases released, nothing is held or draining any more."""

@@ -26,6 +26,7 @@ class SlotTableMachine(RuleBasedStateMachine):
         self.by_use: list[str] = []
         self.pins: list[str] = []
         self.holds: list[str] = []
+        self.reserved: dict[str, int] = {}
 
     def used(self, key: str) -> None:
         self.by_use.remove(key)
@@ -35,13 +36,17 @@ class SlotTableMachine(RuleBasedStateMachine):
     def bring_in(self, keys: list[str], evict: bool) -> None:
         """Plan a set and carry the plan out; the model knows who has to go."""
         absent = [key for key in keys if key not in self.slots]
-        free = [slot for slot, key in enumerate(self.slots) if key is None]
+        taken = self.reserved.values()
+        free = [s for s, key in enumerate(self.slots) if key is None and s not in taken]
         may_go = [
             key
             for key in self.by_use
             if evict and key not in (*keys, *self.pins, *self.holds) and key in self.slots
         ]
-        expected_slots = (free + [self.slots.index(key) for key in may_go])[: len(absent)]
+        rest = iter(free + [self.slots.index(key) for key in may_go])
+        # A reserved key goes where it has reserved, the others where there is room.
+        found = [self.reserved[key] if key in self.reserved else next(rest, None) for key in absent]
+        expected_slots = [slot for slot in found if slot is not None]
 
         moves = self.table.plan(dict.fromkeys(keys), evict=evict)
 
@@ -58,8 +63,39 @@ class SlotTableMachine(RuleBasedStateMachine):
                 assert self.table.free(move.victim) == move.slot
                 self.by_use.remove(move.victim)
             self.table.assign(move.key, move.slot)
+            self.reserved.pop(move.key, None)
             self.slots[move.slot] = move.key
             self.by_use.append(move.key)
+
+    @rule(key=KEYS)
+    def reserve(self, key: str) -> None:
+        """Keep the lowest free slot for a key that is in none."""
+        taken = self.reserved.values()
+        free = [s for s, held in enumerate(self.slots) if held is None and s not in taken]
+        if key in self.slots or key in self.reserved or not free:
+            with pytest.raises(ValueError, match="slot"):
+                self.table.reserve(key, free[0] if free else 0)
+            return
+
+        self.table.reserve(key, free[0])
+
+        self.reserved[key] = free[0]
+
+    @precondition(lambda self: self.reserved)
+    @rule(data=st.data())
+    def hold_or_give_up_a_reservation(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.reserved)))
+        version = self.table.version
+
+        if data.draw(st.booleans()):
+            self.table.hold([key])
+            self.holds.append(key)
+        elif key in self.holds:
+            with pytest.raises(InUseError):
+                self.table.free(key)
+        else:
+            assert self.table.free(key) == self.reserved.pop(key)
+        assert self.table.version == version
 
     @precondition(lambda self: self.by_use)
     @rule(data=st.data())
@@ -115,7 +151,9 @@ class SlotTableMachine(RuleBasedStateMachine):
         assert len(self.table) == len(self.by_use)
         held = [key for key in self.slots if key is not None]
         assert len(held) == len(set(held))
-        assert {*self.pins, *self.holds} <= set(held)
+        assert self.table.reserved == self.reserved
+        assert set(self.pins) <= set(held)
+        assert set(self.holds) <= {*held, *self.reserved}
 
 
 @dataclass

@@ -7,22 +7,12 @@ are carried between the tiers (`transfers`).
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable
 from typing import TYPE_CHECKING, TypeVar
 
-from lora_cache.errors import (
-    CacheError,
-    InUseError,
-    NoFreeSlotError,
-    NoPinsError,
-    RemovingError,
-    SetTooLargeError,
-    UnknownKeyError,
-)
-from lora_cache.lease import Lease
+from lora_cache.device import DeviceCalls
+from lora_cache.errors import CacheError, NoPinsError, RemovingError
 from lora_cache.tiers import EvictionPolicy
-from lora_cache.transfers import Transfers
-from lora_cache.view import CacheView
 
 if TYPE_CHECKING:
     from lora_cache.protocols import Clock, EvictionHook, Loader, Placer
@@ -31,13 +21,13 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
-class AdapterCache(CacheView[K, V]):
+class AdapterCache(DeviceCalls[K, V]):
     """A host tier of values and a table of device slots above it, kept consistent.
 
-    At any moment: what is in a slot is in the host tier too; no key is in two slots; pinned and
-    leased keys are in their slots; the counts and bytes are within their limits. A call that raises
-    one of this package's errors has changed nothing but counters. Errors of the placer and of the
-    hook pass through and leave the cache consistent.
+    At any moment: what is in a slot is in the host tier too; no key is in two slots; pinned keys
+    are in their slots, leased ones too or on their way there (`begin`); the counts and bytes are
+    within their limits. A call that raises one of this package's errors has changed nothing but
+    counters. Errors of the placer and of the hook pass through and leave the cache consistent.
 
     One thread owns it and makes all calls. Keys should be digests of content: then equal content
     under two names takes one entry and one slot.
@@ -72,18 +62,15 @@ class AdapterCache(CacheView[K, V]):
             ValueError: a number is out of range; the message lists all that are.
         """
         super().__init__(
-            num_slots=num_slots, max_host=max_host, max_host_bytes=max_host_bytes, policy=policy
-        )
-        self._allow_pin_all = allow_pin_all
-        self._transfers = Transfers(
-            slots=self._slots,
-            host=self._host,
-            device_counters=self._device_counters,
-            host_counters=self._host_counters,
             placer=placer,
+            num_slots=num_slots,
+            max_host=max_host,
+            max_host_bytes=max_host_bytes,
+            policy=policy,
             on_evict=on_evict,
             clock=clock,
         )
+        self._allow_pin_all = allow_pin_all
 
     # Host tier.
 
@@ -161,75 +148,6 @@ class AdapterCache(CacheView[K, V]):
             self.pin(key)
         return loaded.value
 
-    # Device tier.
-
-    def acquire(self, keys: Collection[K]) -> Lease[K]:
-        """Bring the whole set into slots and hold it there; or raise and change nothing.
-
-        No member of the set makes room for another. All members count as used in both tiers.
-        When every key is in a slot already this is a few dictionary operations a key.
-
-        Args:
-            keys: the set; repeated keys count once, an empty set gives an empty lease.
-
-        Returns:
-            A lease; the keys stay in `lease.slots` until it is released.
-
-        Raises:
-            UnknownKeyError: keys are not registered; all are named.
-            SetTooLargeError: more distinct keys than slots.
-            NoFreeSlotError: pinned and leased keys leave too few slots.
-            Exception: what the placer or the hook raised. Nothing is leased then; the slot that was
-                being written is free, members placed before it stay in theirs.
-        """
-        wanted = dict.fromkeys(keys)
-        slots = self._slots.find(wanted)
-        num_hits = len(slots)
-        if num_hits < len(wanted) or not self._draining.isdisjoint(wanted):
-            self._bring_in(wanted)
-            slots = self._slots.find(wanted)
-        self._slots.hold(wanted)
-        self._host.touch(wanted)
-        counters = self._device_counters
-        counters.hits += num_hits
-        counters.misses += len(wanted) - num_hits
-        self._num_leases += 1
-        return Lease(slots, self._release)
-
-    def activate(self, key: K) -> bool:
-        """Bring `key` into a slot without holding it there; counts as use in both tiers.
-
-        Returns:
-            True if it was placed, False if it was in a slot already.
-
-        Raises:
-            UnknownKeyError, NoFreeSlotError: as `acquire`; so do errors of placer and hook.
-        """
-        was_active = key in self._slots
-        self._bring_in({key: None})
-        self._slots.touch(key)
-        self._host.touch([key])
-        counters = self._device_counters
-        counters.hits += was_active
-        counters.misses += not was_active
-        return not was_active
-
-    def deactivate(self, key: K) -> bool:
-        """Take `key` out of its slot; the host tier keeps it, the slot's data is left as it is.
-
-        Returns:
-            Whether it was in a slot.
-
-        Raises:
-            InUseError: it is pinned or leased.
-        """
-        if key not in self._slots:
-            return False
-        if key in self._slots.leased or self._slots.is_pinned(key):
-            raise self._in_use(key)
-        self._slots.free(key)
-        return True
-
     # Pins and removal.
 
     def pin(self, key: K) -> None:
@@ -298,12 +216,7 @@ class AdapterCache(CacheView[K, V]):
         self._num_clears += 1
         self._drop(self.keys())
 
-    # Checks: they decide, `Transfers` acts.
-
-    def _require(self, keys: Iterable[K]) -> None:
-        """Raise `UnknownKeyError` with all of `keys` that are not registered."""
-        if unknown := [key for key in keys if key not in self]:
-            raise self._refusal(UnknownKeyError(unknown))
+    # Checks and steps of the calls above.
 
     def _check_pins_exist(self, key: K) -> None:
         if self._policy is EvictionPolicy.STRICT:
@@ -313,49 +226,11 @@ class AdapterCache(CacheView[K, V]):
         if key in self._draining:
             raise self._refusal(RemovingError(key=key, num_leases=self._slots.leased[key]))
 
-    def _in_use(self, key: K) -> CacheError:
-        return self._refusal(
-            InUseError(
-                key=key,
-                num_leases=self._slots.leased.get(key, 0),
-                is_pinned=self._slots.is_pinned(key),
-            )
-        )
-
-    def _refusal(self, error: CacheError) -> CacheError:
-        """Count a refusal and return the error, to be raised."""
-        self._refusals += 1
-        return error
-
-    def _no_free_slot(self, keys: Iterable[K], *, is_blocked_by_pins: bool) -> CacheError:
-        return self._refusal(
-            NoFreeSlotError(
-                keys=keys,
-                num_slots=self._slots.num_slots,
-                pinned=self._slots.pinned,
-                leased=self._slots.leased,
-                is_blocked_by_pins=is_blocked_by_pins,
-            )
-        )
-
-    def _bring_in(self, wanted: Mapping[K, None]) -> None:
-        """Place the absent members of the set, all checks first."""
-        self._require(wanted)
-        num_slots = self._slots.num_slots
-        if len(wanted) > num_slots:
-            raise self._refusal(SetTooLargeError(num_keys=len(wanted), num_slots=num_slots))
-        moves = self._plan(wanted)
-        if moves is None:
-            absent = [key for key in wanted if key not in self._slots]
-            blocked = not self.fits_beside_pins(wanted)
-            raise self._no_free_slot(absent, is_blocked_by_pins=blocked)
-        for move in moves:
-            self._transfers.place(move)
-
     def _add(self, key: K, value: V, size_bytes: int) -> None:
         """Put an entry into the host tier, room permitting, in place of an old version of it."""
         try:
-            victims = self._host.plan_room(key, size_bytes=size_bytes, keep=self._slots.leased)
+            keep = self._slots.leased.keys() | self._slots.reserved.keys()
+            victims = self._host.plan_room(key, size_bytes=size_bytes, keep=keep)
         except CacheError as error:
             raise self._refusal(error) from None
         self._transfers.add(key, value, size_bytes=size_bytes, victims=victims)
@@ -370,13 +245,3 @@ class AdapterCache(CacheView[K, V]):
             else:
                 idle.append(key)
         self._transfers.free(idle)
-
-    def _release(self, slots: Mapping[K, int]) -> None:
-        """End one lease; what was only waiting for it is freed."""
-        self._num_leases -= 1
-        self._slots.let_go(slots)
-        if self._draining:
-            leased = self._slots.leased
-            drained = [key for key in slots if key in self._draining and key not in leased]
-            self._draining.difference_update(drained)
-            self._transfers.free(drained)

@@ -5,7 +5,7 @@ Knows nothing of slots beyond their numbers; what a release means is decided by 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from types import MappingProxyType, TracebackType
 from typing import Generic, Self, TypeVar
 
@@ -18,14 +18,31 @@ class Lease(Generic[K]):
     While it is held none of its keys is evicted, moved, overwritten or freed, not even when one is
     removed meanwhile. Several leases may hold the same key. A lease that is never released holds
     its keys for ever.
+
+    A lease from `AdapterCache.begin` may be held before its keys are in their slots: `is_ready`
+    tells when they are, `failure` that one of them never will be.
     """
 
-    __slots__ = ("_release", "_slots")
+    __slots__ = ("_failure", "_placing", "_release", "_slots")
 
-    def __init__(self, slots: dict[K, int], release: Callable[[Mapping[K, int]], None]) -> None:
-        """Make a lease over `slots`; `release` is called once, with them, when it ends."""
+    def __init__(
+        self,
+        slots: dict[K, int],
+        release: Callable[[Mapping[K, int]], None],
+        *,
+        placing: Iterable[K] = (),
+    ) -> None:
+        """Make a lease over `slots`.
+
+        Args:
+            slots: where each key is, or will be.
+            release: called once, with `slots`, when the lease ends.
+            placing: keys that are still being written into their slots.
+        """
         self._slots: Mapping[K, int] = MappingProxyType(slots)
         self._release: Callable[[Mapping[K, int]], None] | None = release
+        self._placing = set(placing)
+        self._failure: Exception | None = None
 
     @property
     def slots(self) -> Mapping[K, int]:
@@ -36,6 +53,25 @@ class Lease(Generic[K]):
     def is_released(self) -> bool:
         """Whether the keys have been given back."""
         return self._release is None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every key is in its slot, and the lease holds it there."""
+        return not self._placing and self._release is not None
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why a key could not be placed; the lease has ended then."""
+        return self._failure
+
+    def note_placed(self, key: K) -> None:
+        """Take note that `key` is in its slot now. For the owner of the slots alone."""
+        self._placing.discard(key)
+
+    def fail(self, error: Exception) -> None:
+        """End the lease because a key could not be placed. For the owner of the slots alone."""
+        self._failure = error
+        self.release()
 
     def release(self) -> None:
         """Give the keys back. Releasing again does nothing."""
@@ -55,5 +91,5 @@ class Lease(Generic[K]):
         self.release()
 
     def __repr__(self) -> str:
-        state = "released" if self.is_released else "held"
+        state = "released" if self.is_released else "held" if self.is_ready else "placing"
         return f"Lease({dict(self._slots)!r}, {state})"

@@ -29,11 +29,12 @@ class Move(Generic[K]):
 
 
 class SlotTable(Generic[K]):
-    """`num_slots` slots, each free or held by one key; no key holds two.
+    """`num_slots` slots, each free, reserved for one key or held by one; no key has two.
 
     Keeps the order of use, pins, and a count of leases per key. A key that is pinned or leased
     cannot be freed. The table plans, the owner acts: `plan` says which moves would bring a set in,
-    `free` and `assign` carry them out.
+    `free` and `assign` carry them out, with `reserve` between them where writing takes a while.
+    A reserved key is not in its slot yet: only its leases and its reservation count.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -47,6 +48,7 @@ class SlotTable(Generic[K]):
         self._num_slots = num_slots
         self._slot_of: OrderedDict[K, int] = OrderedDict()  # least recently used first
         self._free = set(range(num_slots))
+        self._reserved: dict[K, int] = {}
         self._pinned: dict[K, None] = {}  # a dict keeps the order in which pins were set
         self._num_leases: dict[K, int] = {}  # only keys with at least one lease
         self._version = 0
@@ -70,6 +72,11 @@ class SlotTable(Generic[K]):
     def leased(self) -> Mapping[K, int]:
         """A live, read-only view: each leased key and how many leases hold it."""
         return MappingProxyType(self._num_leases)
+
+    @property
+    def reserved(self) -> Mapping[K, int]:
+        """A live, read-only view: each key on its way into a slot, and the slot."""
+        return MappingProxyType(self._reserved)
 
     def __len__(self) -> int:
         return len(self._slot_of)
@@ -106,9 +113,9 @@ class SlotTable(Generic[K]):
     def plan(self, keys: Mapping[K, object], *, evict: bool) -> tuple[Move[K], ...] | None:
         """Say how the absent ones of `keys` would get a slot; changes nothing.
 
-        Free slots are used first, lowest index first, then those of the least recently used keys
-        that are not pinned, not leased and not themselves in `keys`. The plan holds until the
-        table changes.
+        A reserved key gets the slot it has reserved. For the others free slots are used first,
+        lowest index first, then those of the least recently used keys that are not pinned, not
+        leased and not themselves in `keys`. The plan holds until the table changes.
 
         Args:
             keys: the whole set, present members included; only its keys are read.
@@ -120,18 +127,20 @@ class SlotTable(Generic[K]):
         absent = [key for key in keys if key not in self._slot_of]
         if not absent:
             return ()
-        free = sorted(self._free)
-        moves = [
-            Move(key=key, slot=slot, victim=None)
-            for key, slot in zip(absent, free, strict=False)  # either may be the longer one
-        ]
+        moves = {
+            key: Move(key=key, slot=self._reserved[key], victim=None)
+            for key in absent
+            if key in self._reserved
+        }
+        # In both pairings either side may be the longer one.
+        rest = [key for key in absent if key not in moves]
+        for key, slot in zip(rest, sorted(self._free), strict=False):
+            moves[key] = Move(key=key, slot=slot, victim=None)
         if len(moves) < len(absent) and evict:
-            victims = self._evictable(keys)
-            moves += [
-                Move(key=key, slot=self._slot_of[victim], victim=victim)
-                for key, victim in zip(absent[len(moves) :], victims, strict=False)
-            ]
-        return tuple(moves) if len(moves) == len(absent) else None
+            rest = [key for key in rest if key not in moves]
+            for key, victim in zip(rest, self._evictable(keys), strict=False):
+                moves[key] = Move(key=key, slot=self._slot_of[victim], victim=victim)
+        return tuple(moves[key] for key in absent) if len(moves) == len(absent) else None
 
     def _evictable(self, keep: Mapping[K, object]) -> Iterator[K]:
         """Yield the keys that may go, least recently used first."""
@@ -139,36 +148,60 @@ class SlotTable(Generic[K]):
             if not (key in self._pinned or key in self._num_leases or key in keep):
                 yield key
 
-    def assign(self, key: K, slot: int) -> None:
-        """Give the free slot `slot` to `key`, as the most recently used.
+    def reserve(self, key: K, slot: int) -> None:
+        """Keep the free slot `slot` for `key`, which is written there until `assign` or `free`.
 
         Raises:
-            ValueError: `key` already has a slot, or `slot` is not a free one.
+            ValueError: `key` has a slot already, or `slot` is not a free one.
         """
-        if key in self._slot_of:
-            raise ValueError(f"{key!r} already sits in slot {self._slot_of[key]}")
-        if slot not in self._free:
-            raise ValueError(f"slot {slot} is not free: {self!r}")
-        self._free.remove(slot)
+        self._take(key, slot)
+        self._reserved[key] = slot
+
+    def assign(self, key: K, slot: int) -> None:
+        """Give `slot`, free or reserved for it, to `key`, as the most recently used.
+
+        Raises:
+            ValueError: `key` already has another slot, or `slot` is not a free one.
+        """
+        if self._reserved.get(key) == slot:
+            del self._reserved[key]
+        else:
+            self._take(key, slot)
         self._slot_of[key] = slot
         self._version += 1
 
+    def _take(self, key: K, slot: int) -> None:
+        """Make a free slot one that is not."""
+        if key in self._slot_of or key in self._reserved:
+            taken = self._slot_of.get(key, self._reserved.get(key))
+            raise ValueError(f"{key!r} already sits in slot {taken}")
+        if slot not in self._free:
+            raise ValueError(f"slot {slot} is not free: {self!r}")
+        self._free.remove(slot)
+
     def free(self, key: K) -> int:
-        """Take `key` out of its slot and return the slot.
+        """Take `key` out of its slot, or its reservation back, and return the slot.
 
         Raises:
-            UnknownKeyError: `key` is in no slot.
+            UnknownKeyError: `key` is in no slot and has reserved none.
             InUseError: `key` is pinned or leased.
         """
-        self._require(key)
+        self._require_place(key)
         if key in self._pinned or key in self._num_leases:
             raise InUseError(
                 key=key, num_leases=self._num_leases.get(key, 0), is_pinned=key in self._pinned
             )
-        slot = self._slot_of.pop(key)
+        if key in self._reserved:
+            slot = self._reserved.pop(key)
+        else:
+            slot = self._slot_of.pop(key)
+            self._version += 1
         self._free.add(slot)
-        self._version += 1
         return slot
+
+    def has_place(self, key: K) -> bool:
+        """Whether `key` is in a slot or has reserved one."""
+        return key in self._slot_of or key in self._reserved
 
     def touch(self, key: K) -> None:
         """Make `key` the most recently used one.
@@ -197,18 +230,19 @@ class SlotTable(Generic[K]):
         return key in self._pinned
 
     def hold(self, keys: Iterable[K]) -> None:
-        """Add one lease to each of `keys` and make them the most recently used ones.
+        """Add one lease to each of `keys` and make those in slots the most recently used ones.
 
         Raises:
-            UnknownKeyError: some are in no slot; none is held then.
+            UnknownKeyError: some are in no slot and have reserved none; none is held then.
         """
         held = tuple(keys)
-        if absent := [key for key in held if key not in self._slot_of]:
+        if absent := [key for key in held if not self.has_place(key)]:
             raise UnknownKeyError(absent)
-        num_leases, move_to_end = self._num_leases, self._slot_of.move_to_end
+        num_leases, slot_of = self._num_leases, self._slot_of
         for key in held:
             num_leases[key] = num_leases.get(key, 0) + 1
-            move_to_end(key)
+            if key in slot_of:
+                slot_of.move_to_end(key)
 
     def let_go(self, keys: Iterable[K]) -> None:
         """Take one lease from each of `keys`.
@@ -227,4 +261,9 @@ class SlotTable(Generic[K]):
     def _require(self, key: K) -> None:
         """Raise `UnknownKeyError` unless `key` is in a slot."""
         if key not in self._slot_of:
+            raise UnknownKeyError([key])
+
+    def _require_place(self, key: K) -> None:
+        """Raise `UnknownKeyError` unless `key` is in a slot or has reserved one."""
+        if not self.has_place(key):
             raise UnknownKeyError([key])

@@ -46,6 +46,8 @@ class CacheStats:
     """Slots whose entry at least one lease holds."""
     slots_draining: int
     """Slots whose entry is removed and waits for its last lease to end."""
+    slots_placing: int
+    """Slots that are being written for a key; not counted as used."""
     num_leases: int
     """Leases that are not released."""
     device_bytes: int

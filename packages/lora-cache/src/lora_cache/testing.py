@@ -197,6 +197,11 @@ def _check_slots(cache: AdapterCache[K, V]) -> None:
         assert slot is not None, f"{key!r} is active and has no slot"
         assert cache.slots()[slot] == key, f"{key!r} is not where it says: {cache.slots()!r}"
     assert len(held) == len(cache.active_keys()), "a key in a slot is not active"
+    placing = cache.placing_keys()
+    assert placing.keys().isdisjoint(held), f"placing and placed: {placing.keys() & set(held)!r}"
+    assert len(set(placing.values())) == len(placing), f"one slot for two keys: {placing!r}"
+    assert all(cache.slots()[slot] is None for slot in placing.values()), "a slot is held twice"
+    held += placing
     known = set(cache.keys()) | cache.draining_keys()
     assert set(held) <= known, f"in a slot, not in the host tier: {set(held) - known!r}"
 
@@ -204,7 +209,9 @@ def _check_slots(cache: AdapterCache[K, V]) -> None:
 def _check_limits(cache: AdapterCache[K, V]) -> None:
     """Counts and bytes are within their limits and agree with each other."""
     stats = cache.stats()
-    assert stats.slots_used == len(cache.active_keys()) <= stats.num_slots, "too many slots in use"
+    assert stats.slots_used == len(cache.active_keys()), "used slots do not add up"
+    assert stats.slots_placing == len(cache.placing_keys()), "slots being written do not add up"
+    assert stats.slots_used + stats.slots_placing <= stats.num_slots, "too many slots in use"
     assert stats.host_entries == len(cache) + stats.slots_draining, "host entries do not add up"
     assert stats.host_entries <= stats.max_host, "too many host entries"
     assert stats.device_bytes <= stats.host_bytes, "the device holds more than the host tier"
@@ -215,7 +222,8 @@ def _check_limits(cache: AdapterCache[K, V]) -> None:
 def _check_holds(cache: AdapterCache[K, V]) -> None:
     """What is pinned or leased is resident; what drains is leased and unknown."""
     _check_resident(cache, cache.pinned_keys(), "pinned")
-    _check_resident(cache, cache.leased_keys(), "leased")
+    placing = cache.placing_keys()
+    _check_resident(cache, cache.leased_keys().keys() - placing.keys(), "leased")
     assert all(key in cache for key in cache.pinned_keys()), "a pinned key is not registered"
     assert all(count > 0 for count in cache.leased_keys().values()), "a lease count is not positive"
     for key in cache.draining_keys():

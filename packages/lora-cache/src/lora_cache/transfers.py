@@ -60,6 +60,21 @@ class Transfers(Generic[K, V]):
         finally:
             self._host_counters.load_s += self._clock() - start_s
 
+    def reserve(self, move: Move[K]) -> None:
+        """Evict the victim and keep its slot for the key, which is written there from now on."""
+        if move.victim is not None:
+            self._evict_from_slot(move.victim)
+        self._slots.reserve(move.key, move.slot)
+
+    def note_written(self, key: K, seconds: float, *, is_placed: bool) -> None:
+        """Count a write that the owner did by itself, and give the slot to the key."""
+        counters = self._device_counters
+        counters.load_s += seconds
+        counters.loads += is_placed
+        counters.load_failures += not is_placed
+        if is_placed:
+            self._slots.assign(key, self._slots.reserved[key])
+
     def place(self, move: Move[K]) -> None:
         """Evict the victim, write the slot, and only then give it to the key."""
         if move.victim is not None:
@@ -81,7 +96,7 @@ class Transfers(Generic[K, V]):
         """Put an entry into the host tier: an old version goes, then the victims, then it comes."""
         if key in self._host:
             self.unpin(key)
-            if key in self._slots:
+            if self._slots.has_place(key):
                 self._slots.free(key)
             self._host.remove(key)
         for victim in victims:
@@ -102,7 +117,7 @@ class Transfers(Generic[K, V]):
         """Take keys nobody holds out of both tiers, then have their slots cleared."""
         freed = []
         for key in keys:
-            if key in self._slots:
+            if self._slots.has_place(key):
                 freed.append(self._slots.free(key))
             self._host.remove(key)
         for slot in freed:

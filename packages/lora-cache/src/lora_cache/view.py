@@ -92,6 +92,10 @@ class CacheView(Generic[K, V]):
         """Return the keys that are removed and wait for their last lease to end."""
         return frozenset(self._draining)
 
+    def placing_keys(self) -> dict[K, int]:
+        """Return the keys that are being written into slots, with the slots; see `begin`."""
+        return dict(self._slots.reserved)
+
     def get(self, key: K) -> V:
         """Return the value of `key`.
 
@@ -117,7 +121,7 @@ class CacheView(Generic[K, V]):
         return self._slots.is_pinned(key)
 
     def can_admit(self, keys: Collection[K]) -> bool:
-        """Whether `acquire(keys)` would succeed now; pins and leases count.
+        """Whether `acquire(keys)` and `begin(keys)` would succeed now; pins and leases count.
 
         The answer holds until the next call that changes the cache. Unknown keys: False.
         """
@@ -145,6 +149,7 @@ class CacheView(Generic[K, V]):
             slots_pinned=len(self._slots.pinned),
             slots_leased=len(self._slots.leased),
             slots_draining=len(self._draining),
+            slots_placing=len(self._slots.reserved),
             num_leases=self._num_leases,
             device_bytes=sum(self._host.size_of(key) for key in self._slots),
             host_entries=len(self._host),
