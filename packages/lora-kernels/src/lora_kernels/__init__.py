@@ -6,6 +6,7 @@ Knows nothing of adapters, files, requests or models: tensors, slots and tokens 
 from __future__ import annotations
 
 from lora_kernels.backend import Backend
+from lora_kernels.build import build_routing, route_runs, route_tokens
 from lora_kernels.embedding import embedding_lora_
 from lora_kernels.errors import (
     BackendUnavailableError,
@@ -13,23 +14,32 @@ from lora_kernels.errors import (
     KernelError,
     UnsupportedShapeError,
 )
+from lora_kernels.expert_routing import ExpertGroup, ExpertRouting, align_experts
+from lora_kernels.expert_weights import ExpertWeights
+from lora_kernels.moe import moe_lora_
 from lora_kernels.ops import apply_lora_, expand_, shrink
-from lora_kernels.routing import Routing, Segment, build_routing, route_tokens
+from lora_kernels.routing import Routing, Segment
 from lora_kernels.weights import StackedWeights
 
 __all__ = [
     "Backend",
     "BackendUnavailableError",
+    "ExpertGroup",
+    "ExpertRouting",
+    "ExpertWeights",
     "KernelArgumentError",
     "KernelError",
     "Routing",
     "Segment",
     "StackedWeights",
     "UnsupportedShapeError",
+    "align_experts",
     "apply_lora_",
     "build_routing",
     "embedding_lora_",
     "expand_",
+    "moe_lora_",
+    "route_runs",
     "route_tokens",
     "shrink",
 ]
