@@ -14,7 +14,7 @@ import torch
 
 from lora_weights import checks
 from lora_weights.adapter import Adapter
-from lora_weights.checkpoint import read_config, read_weights
+from lora_weights.checkpoint import read_checkpoint
 from lora_weights.digest import compute_digest
 from lora_weights.errors import (
     AdapterError,
@@ -134,14 +134,12 @@ def read_adapter(
             source, fetch, allow_pickle=allow_pickle, read_tensors=read_tensors
         ) as opened:
             reading = Reading(files=opened.files)
-            reading.config, reading.problems = read_config(opened.files)
-            reading.tensors, problems = read_weights(
+            reading.config, reading.tensors, reading.problems = read_checkpoint(
                 opened.files,
                 allow_pickle=allow_pickle,
                 read_tensors=read_tensors,
                 max_bytes=fetch.max_bytes,
             )
-            reading.problems += problems
             if reading.config is not None and reading.tensors is not None:
                 _check(reading, reading.config, reading.tensors, max_rank, dtype)
             if not reading.problems:

@@ -206,10 +206,10 @@ def _warnings(reading: Reading) -> Iterator[str]:
 
 
 def _file_warnings(files: AdapterFiles) -> Iterator[str]:
-    present = [name for name in _TOKENIZER_FILES if (files.folder / name).is_file()]
+    present = [name for name in _TOKENIZER_FILES if name in files.names]
     if present:
         yield f"the adapter's own tokenizer and chat template are not used ({', '.join(present)})"
-    if (files.folder / "non_lora_trainables.bin").is_file():
+    if "non_lora_trainables.bin" in files.names:
         yield "non_lora_trainables.bin holds further trained weights, which are not read"
 
 

@@ -115,18 +115,21 @@ def _parse_entry(key: str, item: object) -> TensorEntry | str:
         return f"{key[:100]!r} is no name"
     if dtype not in DTYPES:
         return f"{key!r} has the unknown type {dtype!r}"
-    if any(type(size) is not int or size < 0 for size in shape):
+    if _shape_fault(shape):
         return f"{key!r} has the shape {_short(shape)}"
-    if math.prod(size or 1 for size in shape) > _MAX_ELEMENTS:
-        # Beside a zero any number would pass the check of the bytes.
-        return f"{key!r} has the shape {_short(shape)}"
-    if len(shape) > MAX_DIMENSIONS:
-        return f"{key!r} has {len(shape)} dimensions"
     size = math.prod(shape) * DTYPES[dtype].itemsize
     if start < 0 or end - start != size:
         found = f"{_short(end - start)} bytes at {_short(start)}"
         return f"{key!r} has {found}, its shape {_short(shape)} needs {_short(size)}"
     return TensorEntry(key, dtype, tuple(shape), start, end)
+
+
+def _shape_fault(shape: list[object]) -> bool:
+    """Return whether no tensor can have this shape."""
+    if any(type(size) is not int or size < 0 for size in shape) or len(shape) > MAX_DIMENSIONS:
+        return True
+    # Beside a zero any number would pass the check of the bytes.
+    return math.prod(size or 1 for size in shape if isinstance(size, int)) > _MAX_ELEMENTS
 
 
 def _short(value: object) -> str:

@@ -54,5 +54,5 @@ def open_source(
         SourceError: it cannot be read.
         OSError: a folder of this machine cannot be listed.
     """
-    parse_address(source)
-    yield OpenedSource(find_files(source))
+    address = parse_address(source)
+    yield OpenedSource(find_files(address.location, shown=address.shown))
