@@ -65,6 +65,10 @@ class LoraModelConfig:
     logits_modules: frozenset[str] = frozenset({"lm_head"})
     """Last name parts or full paths of the modules that see logits rows, not token rows."""
 
+    moe_shared_loras: bool = False
+    """Expert adapters share the factors next to the hidden state between experts (A of gate and
+    up, B of down). Their slots are that much smaller, and other expert adapters are refused."""
+
     backend: Backend = Backend.ATEN
     """Implementation of the LoRA operators."""
 

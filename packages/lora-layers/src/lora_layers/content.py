@@ -74,10 +74,49 @@ class SlotContent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ExpertContent:
+    """What one slot of one fused experts module gets.
+
+    A pair is `(lora_a [X, r, I], lora_b [X, O, r])`; a leading 1 is a factor all experts share.
+    """
+
+    w13: Slices
+    """Gate and up; one pair for experts without a gate."""
+    w2: Pair | None = None
+    """Down."""
+
+    is_linear = True
+    """Pairs alone can be weighted."""
+
+    @property
+    def rank(self) -> int:
+        """Largest rank of any pair; 0 without pairs."""
+        return max(
+            (pair[0].shape[1] for pair in (*self.w13, self.w2) if pair is not None), default=0
+        )
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every tensor with a name for messages."""
+        names = ("w1", "w3")[: len(self.w13)]
+        for name, pair in (*zip(names, self.w13, strict=True), ("w2", self.w2)):
+            for factor, tensor in zip(("lora_A", "lora_B"), pair or (), strict=False):
+                yield f"{factor} of {name}", tensor
+
+    def has_effect(self) -> bool:
+        """Whether anything in it changes an output."""
+        pairs = (*self.w13, self.w2)
+        return any(pair is not None and pair[0].any() and pair[1].any() for pair in pairs)
+
+
+Content: TypeAlias = SlotContent | ExpertContent
+"""What one slot of one stack gets."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PreparedAdapter:
     """An adapter matched with one model, packed and cast, ready for a slot."""
 
-    contents: Mapping[str, SlotContent] = field(repr=False)
+    contents: Mapping[str, Content] = field(repr=False)
     """Path of a module or packed group -> what its slot gets; other modules are left alone."""
     rank: int
     """Largest rank of any pair."""
@@ -92,7 +131,7 @@ class PreparedAdapter:
 
 
 def make_prepared(
-    contents: Mapping[str, SlotContent], *, digest: str = "", source: str = ""
+    contents: Mapping[str, Content], *, digest: str = "", source: str = ""
 ) -> PreparedAdapter:
     """Wrap the contents of all modules up with their rank and size."""
     return PreparedAdapter(
@@ -105,9 +144,11 @@ def make_prepared(
     )
 
 
-def _count_bytes(contents: Iterable[SlotContent]) -> int:
+def _count_bytes(contents: Iterable[Content]) -> int:
     tensors = {}
     for content in contents:
         for _, tensor in content.tensors():
-            tensors[tensor.data_ptr(), tensor.nbytes] = tensor.nbytes
+            # What is broadcast takes the bytes of its storage, not those of its shape.
+            nbytes = min(tensor.nbytes, tensor.untyped_storage().nbytes())
+            tensors[tensor.data_ptr(), tensor.shape] = nbytes
     return sum(tensors.values())

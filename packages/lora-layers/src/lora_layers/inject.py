@@ -20,10 +20,13 @@ from lora_layers.targets import (
     holds_matrix,
     read_shape,
     walk_sites,
+    weight_of,
     why_not_wrappable,
 )
 from lora_layers.wrappers import (
+    ExpertStack,
     LoraEmbedding,
+    LoraExperts,
     LoraLinear,
     LoraModule,
     PackedGroup,
@@ -33,7 +36,7 @@ from lora_layers.wrappers import (
 from lora_layers.wrappers.base_linear import is_plain_linear, prepack_product, read_linear_shape
 from lora_layers.wrappers.embedding import find_embed_scale
 from lora_layers.wrappers.packed import why_not_packable
-from lora_weights import BaseTensors, ModuleKind, ModuleShape
+from lora_weights import BaseTensors, ExpertShape, ModuleKind, ModuleShape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -69,9 +72,9 @@ class WrapReport:
 class Injection:
     """The wrappers in a model, and how to take them out."""
 
-    shapes: dict[str, ModuleShape] = field(default_factory=dict)
+    shapes: dict[str, ModuleShape | ExpertShape] = field(default_factory=dict)
     """Path -> widths of each module that carries LoRA."""
-    left_out: dict[str, ModuleShape] = field(default_factory=dict)
+    left_out: dict[str, ModuleShape | ExpertShape] = field(default_factory=dict)
     """Path -> widths of each module that could carry LoRA and is not in `target_modules`."""
     virtual_shapes: dict[str, ModuleShape] = field(default_factory=dict)
     """The same for names adapters may use beside the model's own: a packed group as a whole, the
@@ -80,7 +83,7 @@ class Injection:
     """Path, virtual ones too -> base weight and bias, views of the model's."""
     embed_scales: dict[str, float] = field(default_factory=dict)
     """Path -> factor of each embedding that scales its output."""
-    stacks: dict[str, SlotStack] = field(default_factory=dict)
+    stacks: dict[str, SlotStack | ExpertStack] = field(default_factory=dict)
     """Path of each module or packed group -> its slots."""
     groups: list[PackedGroup] = field(default_factory=list)
     """The packed groups."""
@@ -224,6 +227,9 @@ class Injector:
     def _inject_single(self, places: Sequence[Site], step: StepState) -> None:
         site = places[0]
         shape = self._record_shape(site)
+        if isinstance(shape, ExpertShape):
+            self._inject_experts(places, shape, step)
+            return
         parts = self._record_parts(site, shape) or {site.path: shape.out_features}
         stack = SlotStack(
             path=site.path,
@@ -240,6 +246,23 @@ class Injector:
         else:
             wrapper = LoraLinear(site.module, stack, self._prepacked(site.module))
         self._replace(places, wrapper)
+
+    def _inject_experts(self, places: Sequence[Site], shape: ExpertShape, step: StepState) -> None:
+        site = places[0]
+        weight = weight_of(site.module)
+        stack = ExpertStack(
+            path=site.path,
+            shape=shape,
+            num_slots=self._config.max_loras,
+            max_rank=self._config.max_lora_rank,
+            dtype=self._config.lora_dtype or weight.dtype,
+            device=weight.device,
+            shares_outer=self._config.moe_shared_loras,
+            cell=step.tokens,
+            backend=self._config.backend,
+        )
+        self._injection.stacks[site.path] = stack
+        self._replace(places, LoraExperts(site.module, stack))
 
     def _prepacked(self, module: nn.Module) -> Callable[[Tensor], Tensor] | None:
         """Return a prepacked product for a module that is nothing but a product."""
@@ -262,10 +285,11 @@ class Injector:
             device=weight.device,
         )
 
-    def _record_shape(self, site: Site) -> ModuleShape:
+    def _record_shape(self, site: Site) -> ModuleShape | ExpertShape:
         shape = shape_of(site.module)
         self._injection.shapes[site.path] = shape
-        self._injection.bases[site.path] = base_tensors(site.module)
+        if isinstance(shape, ModuleShape):
+            self._injection.bases[site.path] = base_tensors(site.module)
         return shape
 
     def _record_parts(self, site: Site, shape: ModuleShape) -> dict[str, int]:
@@ -315,8 +339,8 @@ class Injector:
         )
 
 
-def shape_of(module: nn.Module) -> ModuleShape:
-    """Return the widths of a linear or embedding module."""
+def shape_of(module: nn.Module) -> ModuleShape | ExpertShape:
+    """Return the widths of a linear, embedding or experts module."""
     shape = read_shape(module)
     assert shape is not None, "modules of other classes are sorted out before"
     return shape
@@ -336,10 +360,3 @@ def base_tensors(module: nn.Module) -> BaseTensors:
         weight=weight.t() if is_transposed else weight,
         bias=bias.detach() if isinstance(bias, Tensor) else None,
     )
-
-
-def weight_of(module: nn.Module) -> Tensor:
-    """Return the weight of a linear or embedding module."""
-    weight = module.weight
-    assert isinstance(weight, Tensor)
-    return weight

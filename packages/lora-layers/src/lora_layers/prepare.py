@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lora_layers.content import PreparedAdapter, SlotContent, make_prepared
+from lora_layers.content import Content, PreparedAdapter, SlotContent, make_prepared
 from lora_layers.errors import AdapterMismatchError
+from lora_layers.prepare_experts import ExpertLayout
+from lora_layers.wrappers import ExpertStack, SlotStack
 from lora_weights import (
     FullModule,
     InvalidAdapterError,
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
     from lora_layers.content import Pair
     from lora_layers.inject import Injection, WrapReport
-    from lora_weights import Adapter, BoundPart, ModuleShape
+    from lora_weights import Adapter, BoundPart, ExpertShape, ModuleShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +69,11 @@ class AdapterPreparer:
         max_rank: int,
         target_modules: frozenset[str] | None,
     ) -> None:
-        self._shapes: dict[str, ModuleShape] = injection.shapes | injection.virtual_shapes
-        self._left_out: dict[str, ModuleShape] = dict(injection.left_out)
+        self._shapes: dict[str, ModuleShape | ExpertShape] = {
+            **injection.shapes,
+            **injection.virtual_shapes,
+        }
+        self._left_out = dict(injection.left_out)
         self._bases = dict(injection.bases)
         self._layouts = tuple(
             StackLayout(
@@ -79,7 +84,15 @@ class AdapterPreparer:
                 base_dtype=injection.bases[stack.path].weight.dtype,
             )
             for stack in injection.stacks.values()
+            if isinstance(stack, SlotStack)
         )
+        self._experts = {
+            path: ExpertLayout(
+                shape=stack.shape, dtype=stack.dtype, shares_outer=stack.w13.a_experts == 1
+            )
+            for path, stack in injection.stacks.items()
+            if isinstance(stack, ExpertStack)
+        }
         self._embed_scales = dict(injection.embed_scales)
         self._report = report
         self._max_rank = max_rank
@@ -104,7 +117,7 @@ class AdapterPreparer:
             )
         except InvalidAdapterError as error:
             problems += [self._explain(problem) for problem in error.problems]
-        contents: dict[str, SlotContent] = {}
+        contents: dict[str, Content] = {}
         if not problems:
             contents, problems = self._pack(parts)
         problems += _numeric_problems(contents) if not problems else []
@@ -112,9 +125,9 @@ class AdapterPreparer:
             raise AdapterMismatchError(problems, source=adapter.source)
         return make_prepared(contents, digest=adapter.digest, source=adapter.source)
 
-    def _pack(self, parts: Mapping[str, BoundPart]) -> tuple[dict[str, SlotContent], list[Problem]]:
+    def _pack(self, parts: Mapping[str, BoundPart]) -> tuple[dict[str, Content], list[Problem]]:
         """Sort the parts into the slices of the stacks; a stack without any is left out."""
-        contents: dict[str, SlotContent] = {}
+        contents: dict[str, Content] = {}
         problems: list[Problem] = []
         for layout in self._layouts:
             own = {p: parts[p] for p in (layout.path, *layout.member_paths) if p in parts}
@@ -128,6 +141,11 @@ class AdapterPreparer:
                 problems += error.problems
             else:
                 contents[layout.path] = self._content(layout, packed[layout.path].parts)
+        for path, experts in self._experts.items():
+            part = parts.get(path)
+            if part is not None and part.experts is not None:
+                problems += experts.problems(path, part.experts)
+                contents[path] = experts.content(part.experts)
         return contents, problems
 
     def _content(self, layout: StackLayout, parts: Sequence[BoundPart | None]) -> SlotContent:
@@ -205,7 +223,7 @@ def _find(module: str, paths: Collection[str]) -> str | None:
     return None
 
 
-def _numeric_problems(contents: Mapping[str, SlotContent]) -> Iterable[Problem]:
+def _numeric_problems(contents: Mapping[str, Content]) -> Iterable[Problem]:
     """Yield what is wrong with the numbers as the slots will hold them."""
     if not any(content.has_effect() for content in contents.values()):
         found = "without effect: no pair, or every lora_A or lora_B zero in the slots' dtype"

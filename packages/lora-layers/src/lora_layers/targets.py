@@ -8,11 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torch import nn
+from torch import Tensor, nn
 
 from lora_layers.errors import TargetNotFoundError, UnsupportedModuleError
+from lora_layers.wrappers.base_experts import holds_experts, read_expert_shape
 from lora_layers.wrappers.base_linear import read_linear_shape, takes_one_input
-from lora_weights import ModuleKind, ModuleShape
+from lora_weights import ExpertShape, ModuleKind, ModuleShape
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -54,8 +55,10 @@ def walk_sites(model: nn.Module) -> list[Site]:
     return sites
 
 
-def read_shape(module: nn.Module) -> ModuleShape | None:
+def read_shape(module: nn.Module) -> ModuleShape | ExpertShape | None:
     """Return the widths of a module LoRA knows a form for; None for any other class."""
+    if holds_experts(module):
+        return read_expert_shape(module)
     if isinstance(module, nn.Embedding):
         return ModuleShape(
             in_features=module.num_embeddings,
@@ -73,15 +76,29 @@ def read_shape(module: nn.Module) -> ModuleShape | None:
 def why_not_wrappable(site: Site) -> str | None:
     """Return why the module at a site cannot carry LoRA; None if it can."""
     module, parent = site.module, site.parent
-    if read_shape(module) is None:
+    shape = read_shape(module)
+    if shape is None and holds_experts(module):
+        return (
+            f"is a {type(module).__name__}, which gives deltas of experts no place, expected a "
+            "fused experts module that describes itself as those of transformers 5"
+        )
+    if shape is None:
         return f"is a {type(module).__name__}, expected a linear or embedding module"
     if isinstance(parent, READS_WEIGHTS_OF_CHILDREN):
         return f"is used by weight, not by call, in a {type(parent).__name__}"
-    if not takes_one_input(module):
+    if isinstance(shape, ModuleShape) and not takes_one_input(module):
         return f"is a {type(module).__name__} whose forward takes several inputs, expected one"
-    if not module.weight.dtype.is_floating_point:
-        return f"has a weight of dtype {module.weight.dtype}, expected a floating one"
+    dtype = weight_of(module).dtype
+    if not dtype.is_floating_point:
+        return f"has a weight of dtype {dtype}, expected a floating one"
     return None
+
+
+def weight_of(module: nn.Module) -> Tensor:
+    """Return the weight of a linear or embedding module; of experts that of the down product."""
+    weight = module.down_proj if holds_experts(module) else module.weight
+    assert isinstance(weight, Tensor)
+    return weight
 
 
 def has_parameters(module: nn.Module) -> bool:

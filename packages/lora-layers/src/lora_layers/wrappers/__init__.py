@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from lora_layers.wrappers.base import LoraModule, SlotStack
 from lora_layers.wrappers.embedding import LoraEmbedding
+from lora_layers.wrappers.experts import ExpertStack, LoraExperts
 from lora_layers.wrappers.linear import LoraLinear
 from lora_layers.wrappers.packed import PackedGroup, PackedMember
 
 __all__ = [
+    "ExpertStack",
     "LoraEmbedding",
+    "LoraExperts",
     "LoraLinear",
     "LoraModule",
     "PackedGroup",

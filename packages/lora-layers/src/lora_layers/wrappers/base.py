@@ -16,6 +16,7 @@ from lora_layers.wrappers.full import FullModules
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
     from torch import Tensor
 
     from lora_layers.content import SlotContent
@@ -81,19 +82,36 @@ class SlotStack:
             self.occupied.discard(slot)
             self.is_idle = not self.occupied
 
-    def check_step(self, routing: Routing | NoRouting, y: Tensor, num_rows: int) -> Routing:
-        """Return the routing if the delta of `num_rows` rows can be added to `y`.
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots; whole replacements are held beside them."""
+        return self.weights.nbytes
 
-        Raises:
-            RoutingNotSetError: it was made for another number of rows, or none is set.
-            InferenceOnlyError: `y` has a gradient.
-        """
-        if y.requires_grad:
-            raise InferenceOnlyError(module=self.path)
-        if isinstance(routing, Routing) and routing.num_tokens == num_rows:
-            return routing
-        num_routed = routing.num_tokens if isinstance(routing, Routing) else None
-        raise RoutingNotSetError(module=self.path, num_rows=num_rows, num_routed=num_routed)
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the slots."""
+        return self.weights.dtype
+
+
+def check_rows(path: str, routing: Routing | NoRouting, y: Tensor, num_rows: int) -> Routing:
+    """Return the routing if the delta of `num_rows` rows can be added to `y`.
+
+    Args:
+        path: the wrapped module, for messages.
+        routing: what is set for this step.
+        y: what the delta is added to.
+        num_rows: rows the module was called with.
+
+    Raises:
+        RoutingNotSetError: it was made for another number of rows, or none is set.
+        InferenceOnlyError: `y` has a gradient.
+    """
+    if y.requires_grad:
+        raise InferenceOnlyError(module=path)
+    if isinstance(routing, Routing) and routing.num_tokens == num_rows:
+        return routing
+    num_routed = routing.num_tokens if isinstance(routing, Routing) else None
+    raise RoutingNotSetError(module=path, num_rows=num_rows, num_routed=num_routed)
 
 
 class LoraModule(nn.Module):

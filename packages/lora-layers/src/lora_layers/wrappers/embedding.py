@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lora_kernels import embedding_lora_
-from lora_layers.wrappers.base import LoraModule, SlotStack
+from lora_layers.wrappers.base import LoraModule, SlotStack, check_rows
 
 
 class LoraEmbedding(LoraModule):
@@ -34,7 +34,7 @@ class LoraEmbedding(LoraModule):
         routing = stack.cell.active
         if routing is not None and not stack.is_idle:
             ids = input_ids.reshape(-1)
-            checked = stack.check_step(routing, y, ids.shape[0])
+            checked = check_rows(stack.path, routing, y, ids.shape[0])
             y_rows = y.view(-1, y.shape[-1])
             embedding_lora_(y_rows, ids, stack.weights, checked, backend=stack.backend)
             stack.fulls.replace_rows_(y_rows, ids, checked)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lora_kernels import Routing, apply_lora_
-from lora_layers.wrappers.base import LoraModule, SlotStack
+from lora_layers.wrappers.base import LoraModule, SlotStack, check_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,7 +62,7 @@ def add_delta_(y: Tensor, x: Tensor, stack: SlotStack, routing: Routing | NoRout
         InferenceOnlyError: gradients are on.
     """
     rows = x.reshape(-1, x.shape[-1])
-    checked = stack.check_step(routing, y, rows.shape[0])
+    checked = check_rows(stack.path, routing, y, rows.shape[0])
     y_rows = y.view(-1, y.shape[-1])  # a view: a copy would be written in vain
     apply_lora_(y_rows, rows, stack.weights, checked, backend=stack.backend)
     stack.fulls.replace_outputs_(y_rows, rows, checked)
