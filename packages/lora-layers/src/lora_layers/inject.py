@@ -28,6 +28,7 @@ from lora_layers.wrappers import (
     LoraEmbedding,
     LoraExperts,
     LoraLinear,
+    LoraMerged,
     LoraModule,
     PackedGroup,
     PackedMember,
@@ -85,6 +86,8 @@ class Injection:
     """Path -> factor of each embedding that scales its output."""
     stacks: dict[str, SlotStack | ExpertStack] = field(default_factory=dict)
     """Path of each module or packed group -> its slots."""
+    merged: set[str] = field(default_factory=set)
+    """Paths of modules whose weight is merged with a pair for the rows of an adapter."""
     groups: list[PackedGroup] = field(default_factory=list)
     """The packed groups."""
     replaced: list[Site] = field(default_factory=list)
@@ -243,6 +246,9 @@ class Injector:
         if shape.kind is ModuleKind.EMBEDDING:
             wrapper = LoraEmbedding(site.module, stack)
             self._injection.embed_scales[site.path] = find_embed_scale(site.module)
+        elif read_linear_shape(site.module) is None:
+            wrapper = LoraMerged(site.module, stack)
+            self._injection.merged.add(site.path)
         else:
             wrapper = LoraLinear(site.module, stack, self._prepacked(site.module))
         self._replace(places, wrapper)

@@ -94,6 +94,7 @@ class AdapterPreparer:
             if isinstance(stack, ExpertStack)
         }
         self._embed_scales = dict(injection.embed_scales)
+        self._merged = frozenset(injection.merged)
         self._report = report
         self._max_rank = max_rank
         self._target_modules = target_modules
@@ -140,7 +141,10 @@ class AdapterPreparer:
             except InvalidAdapterError as error:
                 problems += error.problems
             else:
-                contents[layout.path] = self._content(layout, packed[layout.path].parts)
+                content = self._content(layout, packed[layout.path].parts)
+                contents[layout.path] = content
+                if layout.path in self._merged:
+                    problems += _merged_problems(layout.path, content)
         for path, experts in self._experts.items():
             part = parts.get(path)
             if part is not None and part.experts is not None:
@@ -211,6 +215,23 @@ def _join(vectors: Sequence[Tensor | None], sizes: Sequence[int], *, fill: float
             for vector, size in zip(vectors, sizes, strict=True)
         ]
     )
+
+
+def _merged_problems(path: str, content: SlotContent) -> Iterable[Problem]:
+    """Yield what cannot be brought into a weight that is merged with a pair."""
+    for name, present in (
+        ("gain", content.gain is not None),
+        ("bias", content.bias is not None),
+        ("weight", any(content.fulls)),
+    ):
+        if present:
+            yield Problem(
+                code=ProblemCode.UNSUPPORTED_TENSOR,
+                module=path,
+                tensor=name,
+                found="present",
+                expected="a low-rank pair only, since the module does more than a product",
+            )
 
 
 def _find(module: str, paths: Collection[str]) -> str | None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lora_layers.errors import TargetNotFoundError, UnsupportedModuleError
 from lora_layers.wrappers.base_experts import holds_experts, read_expert_shape
 from lora_layers.wrappers.base_linear import read_linear_shape, takes_one_input
+from lora_layers.wrappers.merged import holds_one_matrix
 from lora_weights import ExpertShape, ModuleKind, ModuleShape
 
 if TYPE_CHECKING:
@@ -66,11 +67,12 @@ def read_shape(module: nn.Module) -> ModuleShape | ExpertShape | None:
             kind=ModuleKind.EMBEDDING,
         )
     linear = read_linear_shape(module)
-    if linear is None:
-        return None
-    return ModuleShape(
-        in_features=linear.in_features, out_features=linear.out_features, kind=ModuleKind.LINEAR
-    )
+    if linear is not None:
+        return ModuleShape(in_features=linear.in_features, out_features=linear.out_features)
+    if holds_one_matrix(module):
+        out_features, in_features = weight_of(module).shape
+        return ModuleShape(in_features=in_features, out_features=out_features)
+    return None
 
 
 def why_not_wrappable(site: Site) -> str | None:

@@ -9,6 +9,7 @@ from lora_layers.wrappers.base import LoraModule, SlotStack
 from lora_layers.wrappers.embedding import LoraEmbedding
 from lora_layers.wrappers.experts import ExpertStack, LoraExperts
 from lora_layers.wrappers.linear import LoraLinear
+from lora_layers.wrappers.merged import LoraMerged
 from lora_layers.wrappers.packed import PackedGroup, PackedMember
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "LoraEmbedding",
     "LoraExperts",
     "LoraLinear",
+    "LoraMerged",
     "LoraModule",
     "PackedGroup",
     "PackedMember",
