@@ -14,7 +14,22 @@ from lora_weights.errors import (
     SourceError,
     UnsafeFormatError,
 )
-from lora_weights.experts import ExpertPair, ExpertPart, ExpertShape
+from lora_weights.experts import (
+    ExpertPair,
+    ExpertPart,
+    ExpertShape,
+    expand_outer,
+    expert_range,
+    has_shared_outer,
+    join_w13,
+    shard_experts,
+    shard_w13,
+    share_outer,
+    slice_experts,
+    split_w13,
+    to_parameters,
+    to_per_expert,
+)
 from lora_weights.load import load_adapter
 from lora_weights.modules import (
     FullModule,
@@ -27,6 +42,7 @@ from lora_weights.modules import (
 from lora_weights.packing import PackedPart, pack_parts, unpack_parts
 from lora_weights.report import AdapterReport, ModuleSummary, inspect_adapter
 from lora_weights.save import RawAdapter, save_adapter
+from lora_weights.sharding import ShardKind, ShardLayout, TensorParallel, shard_packed
 from lora_weights.validate import bind_adapter
 
 __all__ = [
@@ -51,13 +67,28 @@ __all__ = [
     "Problem",
     "ProblemCode",
     "RawAdapter",
+    "ShardKind",
+    "ShardLayout",
     "SourceError",
+    "TensorParallel",
     "TokenRows",
     "UnsafeFormatError",
     "bind_adapter",
+    "expand_outer",
+    "expert_range",
+    "has_shared_outer",
     "inspect_adapter",
+    "join_w13",
     "load_adapter",
     "pack_parts",
     "save_adapter",
+    "shard_experts",
+    "shard_packed",
+    "shard_w13",
+    "share_outer",
+    "slice_experts",
+    "split_w13",
+    "to_parameters",
+    "to_per_expert",
     "unpack_parts",
 ]
