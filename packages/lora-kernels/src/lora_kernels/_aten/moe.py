@@ -27,7 +27,7 @@ from lora_kernels._aten.plan import compute_dtype
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lora_kernels._aten.moe_plan import Bucket, Group, Layout
+    from lora_kernels._aten.moe_plan import Bucket, Group
     from lora_kernels.expert_routing import ExpertRouting
     from lora_kernels.expert_weights import ExpertWeights
 
@@ -79,11 +79,13 @@ class _Target:
     def add_(self, pairs: Tensor, delta: Tensor, low: int, high: int) -> None:
         """Add `[m, high - low]` to the columns of the pairs' rows."""
         sums, rows = self.sums[:, low:high], self.rows.index_select(0, pairs)
-        if sums.dtype == delta.dtype:
-            sums.index_add_(0, rows, delta)
-        elif self.touched is not None:
+        if self.touched is not None:  # rows may repeat
             sums.index_add_(0, rows, delta.to(sums.dtype))
-        else:  # no row twice: add in the wider dtype, then round once
+        elif sums.dtype == delta.dtype and sums.is_contiguous():
+            sums.index_add_(0, rows, delta)
+        else:
+            # Added in the wider dtype and rounded once. Where rows are strided, index_add_ of a
+            # 16-bit dtype would rewrite all of them, those of base tokens included.
             sums.index_copy_(0, rows, sums.index_select(0, rows).add_(delta))
 
     def finish_(self) -> Tensor:
@@ -220,11 +222,7 @@ def _expand_bucket_(target: _Target, v_MRP: Tensor, weights: ExpertWeights, buck
         if rank:
             low, high = weights.out_ranges[p]
             v_nSr = v_mRP[:, :rank, p].reshape(-1, layout.size, rank)
-            part_mO = torch.bmm(v_nSr, b_nrO[:, :rank, low:high].to(v_nSr.dtype))
-            _add_part_(target, part_mO.flatten(0, 1), layout, low, high)
-
-
-def _add_part_(target: _Target, part_mO: Tensor, layout: Layout, low: int, high: int) -> None:
-    if layout.places is not None:
-        part_mO = part_mO.index_select(0, layout.places)
-    target.add_(layout.pairs, part_mO, low, high)
+            part_mO = torch.bmm(v_nSr, b_nrO[:, :rank, low:high].to(v_nSr.dtype)).flatten(0, 1)
+            if layout.places is not None:
+                part_mO = part_mO.index_select(0, layout.places)
+            target.add_(layout.pairs, part_mO, low, high)
