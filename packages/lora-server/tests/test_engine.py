@@ -132,6 +132,7 @@ def build_core(
     model = LoadedModel(
         module=module,
         tokenizer=cast("Any", None),  # the engine works on token ids
+        text_config=module.config,
         attention=attention,
         kv_shapes=tuple(attention.seen[i] for i in range(2)),
         dtype=torch.float32,

@@ -327,11 +327,21 @@ class ServerConfig:
         metadata=_later("Adapters on vision towers and connectors.", OptionKind.SWITCH),
     )
     enable_mixed_moe_lora_format: bool = field(
-        default=False, metadata=_later("Both expert layouts at a time.", OptionKind.SWITCH)
+        default=False,
+        metadata=about(
+            "Accepted for scripts; expert adapters of every layout are served side by side anyway.",
+            _LORA,
+            OptionKind.SWITCH,
+        ),
     )
     enable_moe_shared_loras: bool = field(
         default=False,
-        metadata=_later("Expert adapters with shared outer factors.", OptionKind.SWITCH),
+        metadata=about(
+            "Size the slots of experts for adapters that share the factors next to the hidden "
+            "state between experts, and refuse other expert adapters.",
+            _LORA,
+            OptionKind.SWITCH,
+        ),
     )
     max_lora_cls_labels: int | None = field(
         default=None,

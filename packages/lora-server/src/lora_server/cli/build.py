@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lora_layers import LayerError, LoraModelConfig, LoraModelManager
 from lora_server.adapters.catalog import AdapterCatalog
 from lora_server.adapters.loader import AdapterLoader
 from lora_server.adapters.paths import AdapterRoots
+from lora_server.cli.wrap import lora_dtype, wrap_model
 from lora_server.engine.admission import AdapterAdmission
 from lora_server.engine.driver import Engine
 from lora_server.engine.kv import BlockPool
@@ -27,13 +27,13 @@ from lora_server.http.text import TextProcessor
 from lora_server.lora_modules import LoraModule, scan_folder
 from lora_server.memory import free_host_bytes, plan_kv
 from lora_server.metrics import ServerMetrics
-from lora_server.model.families import PACKED_MODULES
 from lora_server.model.kv_cache import KvCache
 from lora_server.model.load import LoadedModel, load_model
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
+    from lora_layers import LoraModelManager
     from lora_server.config import ServerConfig
 
 _log = logging.getLogger(__name__)
@@ -80,13 +80,13 @@ def build_service(config: ServerConfig) -> RunningService:
     torch.set_num_threads(1)  # all workers belong to the engine's thread, see there
     started = time.perf_counter()
     model = load_model(config.model, dtype=config.dtype, device=config.device)
-    manager = _wrap(model, config) if config.enable_lora else None
+    manager = wrap_model(model, config) if config.enable_lora else None
     core, fetcher = _build_core(config, model, manager)
     engine = Engine(core, num_threads=num_threads)
     loader = None
     if manager is not None:
         loader = AdapterLoader(
-            manager, dtype=_lora_dtype(config) or model.dtype, max_rank=config.max_lora_rank
+            manager, dtype=lora_dtype(config) or model.dtype, max_rank=config.max_lora_rank
         )
         fetcher.connect(engine, loader)
     catalog = AdapterCatalog(
@@ -133,35 +133,6 @@ class _Fetcher:
         assert self._ends is not None, "an adapter was fetched before the service was built"
         engine, loader = self._ends
         loader.refetch(engine, digest, path)
-
-
-def _wrap(model: LoadedModel, config: ServerConfig) -> LoraModelManager:
-    """Put LoRA into the model."""
-    targets = config.lora_target_modules
-    try:
-        return LoraModelManager(
-            model.module,
-            LoraModelConfig(
-                max_loras=config.max_loras,
-                max_lora_rank=config.max_lora_rank,
-                max_cpu_loras=config.max_cpu_loras,
-                lora_dtype=_lora_dtype(config),
-                target_modules=None if targets is None else frozenset(targets),
-                packed_modules=PACKED_MODULES,
-                prepack_linear=model.device.type == "cpu" and model.dtype == torch.bfloat16,
-            ),
-        )
-    except LayerError as error:
-        raise StartupError([str(error)]) from error
-
-
-def _lora_dtype(config: ServerConfig) -> torch.dtype | None:
-    """The adapters' dtype; None means the model's."""
-    name = str(config.lora_dtype)
-    if name == "auto":
-        return None
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
 
 
 def _build_core(

@@ -36,6 +36,8 @@ class LoadedModel:
 
     module: nn.Module
     tokenizer: PreTrainedTokenizerBase
+    text_config: PreTrainedConfig
+    """Sizes of the language model."""
     attention: PagedAttention
     kv_shapes: tuple[KvShape, ...]
     """One a layer."""
@@ -132,6 +134,7 @@ def load_model(path: str, *, dtype: str = "auto", device: str = "auto") -> Loade
     return LoadedModel(
         module=module,
         tokenizer=tokenizer,
+        text_config=text_config,
         attention=attention,
         kv_shapes=_probe_shapes(module, attention, text_config, target),
         dtype=module.dtype,

@@ -1,0 +1,50 @@
+"""Puts LoRA into a loaded model as the options say; the same for serving and for examining."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from lora_layers import LayerError, LoraModelConfig, LoraModelManager
+from lora_server.errors import StartupError
+from lora_server.model.families import PACKED_MODULES, fused_modules
+
+if TYPE_CHECKING:
+    from lora_server.config import ServerConfig
+    from lora_server.model.load import LoadedModel
+
+
+def wrap_model(model: LoadedModel, config: ServerConfig) -> LoraModelManager:
+    """Wrap a model in place and allocate its slots.
+
+    Raises:
+        StartupError: the model has nothing to wrap, or the options name what it does not have.
+    """
+    targets = config.lora_target_modules
+    try:
+        return LoraModelManager(
+            model.module,
+            LoraModelConfig(
+                max_loras=config.max_loras,
+                max_lora_rank=config.max_lora_rank,
+                max_cpu_loras=config.max_cpu_loras,
+                lora_dtype=lora_dtype(config),
+                target_modules=None if targets is None else frozenset(targets),
+                packed_modules=PACKED_MODULES,
+                fused_modules=fused_modules(model.text_config),
+                moe_shared_loras=config.enable_moe_shared_loras,
+                prepack_linear=model.device.type == "cpu" and model.dtype == torch.bfloat16,
+            ),
+        )
+    except LayerError as error:
+        raise StartupError([str(error)]) from error
+
+
+def lora_dtype(config: ServerConfig) -> torch.dtype | None:
+    """Return the adapters' dtype; None means the model's."""
+    name = str(config.lora_dtype)
+    if name == "auto":
+        return None
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
