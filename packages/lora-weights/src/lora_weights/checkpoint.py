@@ -97,6 +97,9 @@ def read_weights(
     if path.suffix in PICKLE_SUFFIXES:
         if not allow_pickle:
             raise UnsafeFormatError(source=files.source, file_name=path.name)
+        if not read_tensors:
+            found = "a pickle, which has no header"
+            return None, [unreadable(path.name, found, "safetensors, or to read it whole")]
         problem = _too_large(path.stat().st_size, max_bytes)
         return (None, [problem]) if problem else read_pickle(path)
     is_index = path.name == INDEX_FILE
