@@ -17,6 +17,7 @@ import torch
 
 from lora_weights.errors import Problem, ProblemCode
 from lora_weights.json_object import LFS_MARK
+from lora_weights.selection import ALIGNMENT, Read, ReadPlan, plan_reads
 from lora_weights.tensor_format import (
     DTYPES,
     LENGTH_BYTES,
@@ -31,13 +32,12 @@ if TYPE_CHECKING:
     from io import FileIO
     from pathlib import Path
 
+    from lora_weights.selection import Selector
+
 _TYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 CHANGED = ("changed while it was read", "a finished file")
 """What is wrong (found, expected) with a file that somebody writes at the same time."""
-
-_ALIGNMENT = 64
-"""Bytes; a multiple of the width of every type."""
 
 _UNPICKLING_FAULTS = (
     pickle.UnpicklingError,
@@ -154,11 +154,14 @@ def read_header(path: Path) -> tuple[FileHeader | None, list[Problem]]:
     return found, []
 
 
-def read_data(headers: Sequence[FileHeader]) -> tuple[TensorFile | None, list[Problem]]:
+def read_data(
+    headers: Sequence[FileHeader], *, select: Selector | None = None
+) -> tuple[TensorFile | None, list[Problem]]:
     """Read the data of one file, or of all files of one checkpoint, into one piece of memory.
 
     Args:
         headers: the files, as `read_header` found them.
+        select: what is wanted of each tensor; not a byte of the rest is read. None is everything.
 
     Returns:
         The tensors, or None with the files that changed since their header was read.
@@ -166,40 +169,57 @@ def read_data(headers: Sequence[FileHeader]) -> tuple[TensorFile | None, list[Pr
     Raises:
         OSError: a file cannot be opened or read.
     """
+    plans = [_plan(header, select) for header in headers]
     # Pages of the system's, and not a bytearray: that would be filled with zeros first.
-    places = list(_places(headers))
-    total = places[-1] + headers[-1].data_bytes if headers else 0
+    places = list(_places([plan.size for plan in plans]))
+    total = places[-1] + plans[-1].size if plans else 0
     data = mmap.mmap(-1, total) if total else bytearray()
     entries: list[TensorEntry] = []
     problems: list[Problem] = []
-    for header, place in zip(headers, places, strict=True):
-        with header.path.open("rb", buffering=0) as stream:
-            stream.seek(header.data_start)
-            count = _read_into(stream, memoryview(data)[place : place + header.data_bytes])
-        if count != header.data_bytes or file_stamp(header.path) != header.stamp:
+    for header, plan, place in zip(headers, plans, places, strict=True):
+        target = memoryview(data)[place : place + plan.size]
+        if not _read_plan(header, plan, target) or file_stamp(header.path) != header.stamp:
             problems.append(unreadable(header.path.name, *CHANGED))
-        entries += _moved(header.entries, place)
+        entries += _moved(plan.entries, place)
     if problems:
         return None, problems
     return TensorFile(entries=tuple(entries), data=data), []
+
+
+def _plan(header: FileHeader, select: Selector | None) -> ReadPlan:
+    if select is not None:
+        return plan_reads(header.entries, select)
+    whole = Read(0, 0, header.data_bytes)
+    return ReadPlan(entries=header.entries, reads=(whole,), size=header.data_bytes)
+
+
+def _read_plan(header: FileHeader, plan: ReadPlan, target: memoryview) -> bool:
+    """Fill `target` as planned; return whether the file had all of it."""
+    with header.path.open("rb", buffering=0) as stream:
+        for read in plan.reads:
+            stream.seek(header.data_start + read.source)
+            piece = target[read.target : read.target + read.size]
+            if _read_into(stream, piece) != read.size:
+                return False
+    return True
 
 
 def names_only(headers: Sequence[FileHeader]) -> TensorFile:
     """Return what the headers say as a checkpoint without numbers."""
     entries = [
         entry
-        for header, place in zip(headers, _places(headers), strict=True)
+        for header, place in zip(headers, _places([h.data_bytes for h in headers]), strict=True)
         for entry in _moved(header.entries, place)
     ]
     return TensorFile(entries=tuple(entries), data=bytearray(), has_numbers=False)
 
 
-def _places(headers: Sequence[FileHeader]) -> Iterator[int]:
+def _places(sizes: Sequence[int]) -> Iterator[int]:
     """Yield where each file's data goes; every file starts at a multiple of every type's width."""
     place = 0
-    for header in headers:
+    for size in sizes:
         yield place
-        place += -(-header.data_bytes // _ALIGNMENT) * _ALIGNMENT
+        place += -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def _moved(entries: Sequence[TensorEntry], place: int) -> Sequence[TensorEntry]:

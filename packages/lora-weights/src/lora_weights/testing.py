@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from contextlib import contextmanager
+from io import FileIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 
@@ -13,8 +17,7 @@ from lora_weights.scaling import ScalingTable
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping
-    from pathlib import Path
+    from collections.abc import Iterator, Mapping
 
     from lora_weights.bound import BoundPart
     from lora_weights.modules import LoraPair, ModulePart
@@ -145,3 +148,37 @@ def llama_modules(
         for block, table in (("self_attn", attention), ("mlp", mlp))
         for name, size in table.items()
     }
+
+
+class _CountingFile(FileIO):
+    """A file that notes which bytes of data are read from it."""
+
+    def __init__(self, path: Path, offsets: set[int]) -> None:
+        super().__init__(path)
+        self._offsets = offsets
+
+    def readinto(self, buffer: Any) -> int:
+        """Read into a buffer, as the base does, and note the offsets."""
+        start = self.tell()
+        count = super().readinto(buffer)
+        self._offsets.update(range(start, start + count))
+        return count
+
+
+@contextmanager
+def count_reads() -> Iterator[set[int]]:
+    """Note which bytes of weight files are read as data; headers do not count.
+
+    Yields:
+        The offsets in the files read within the block.
+    """
+    offsets: set[int] = set()
+    plain = Path.open
+
+    def opened(path: Path, *args: Any, **kwargs: Any) -> Any:
+        if path.suffix == ".safetensors" and args[:1] == ("rb",):
+            return _CountingFile(path, offsets)
+        return plain(path, *args, **kwargs)
+
+    with patch.object(Path, "open", opened):
+        yield offsets
