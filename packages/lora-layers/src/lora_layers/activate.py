@@ -8,17 +8,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from lora_layers.content import PreparedAdapter
     from lora_layers.step import StepState
-    from lora_layers.wrappers import SlotStack
+    from lora_layers.wrappers import ExpertStack, SlotStack
 
 
 class SlotWriter:
     """The `lora_cache.Placer` of a model: one slot number means that slot of every module."""
 
-    def __init__(self, stacks: Mapping[str, SlotStack], step: StepState) -> None:
+    def __init__(self, stacks: Mapping[str, SlotStack | ExpertStack], step: StepState) -> None:
         """Write into `stacks`; a step whose slot is overwritten is forgotten."""
         self._stacks = stacks
         self._step = step
@@ -33,26 +33,45 @@ class SlotWriter:
                 the other slots are as they were.
         """
         del key
-        self._forget_step_using(slot)
-        self.not_linear.discard(slot)
         try:
-            for path, stack in self._stacks.items():
-                content = value.contents.get(path)
-                if content is None:
-                    stack.reset(slot)
-                else:
-                    stack.write(slot, content)
+            for _ in self.write_by_module(value, slot):
+                pass
         except BaseException:
             self.clear(slot)
             raise
+
+    def write_by_module(self, value: PreparedAdapter, slot: int) -> Iterator[None]:
+        """Write as `place` does, and pause between two modules.
+
+        Until the last one is written the slot holds parts of two adapters and may not be used.
+        After an error, or when the iterator is given up, it is the caller's to clear.
+        """
+        self._forget_step_using(slot)
+        self.not_linear.discard(slot)
+        for index, (path, stack) in enumerate(self._stacks.items()):
+            if index:
+                yield
+            content = value.contents.get(path)
+            if content is None:
+                stack.reset(slot)
+            else:
+                # `prepare` made each content for the stack of its path.
+                stack.write(slot, content)  # type: ignore[arg-type]
         if not value.is_linear:
             self.not_linear.add(slot)
 
     def clear(self, slot: int) -> None:
         """Zero `slot` in every module."""
+        for _ in self.clear_by_module(slot):
+            pass
+
+    def clear_by_module(self, slot: int) -> Iterator[None]:
+        """Zero `slot`, and pause between two modules."""
         self._forget_step_using(slot)
         self.not_linear.discard(slot)
-        for stack in self._stacks.values():
+        for index, stack in enumerate(self._stacks.values()):
+            if index:
+                yield
             stack.reset(slot)
 
     def _forget_step_using(self, slot: int) -> None:

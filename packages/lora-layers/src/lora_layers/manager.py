@@ -6,6 +6,8 @@ family, no file format, no request.
 
 from __future__ import annotations
 
+import math
+import time
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -17,11 +19,13 @@ from lora_layers.activate import SlotWriter
 from lora_layers.dummy import build_dummies
 from lora_layers.errors import AdapterNotActiveError, NotLinearError
 from lora_layers.inject import Injector
+from lora_layers.placement import SlotQueue
 from lora_layers.prepare import AdapterPreparer
+from lora_layers.staging import Stager
 from lora_layers.step import RowRun, StepState
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from torch import nn
 
@@ -29,7 +33,7 @@ if TYPE_CHECKING:
     from lora_layers.config import LoraModelConfig
     from lora_layers.content import PreparedAdapter
     from lora_layers.inject import WrapReport
-    from lora_weights import Adapter, ModuleShape
+    from lora_weights import Adapter, ExpertShape, ModuleShape
 
 
 class LoraModelManager:
@@ -46,6 +50,8 @@ class LoraModelManager:
         config: LoraModelConfig,
         *,
         on_evict: EvictionHook[str] | None = None,
+        is_paced: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Replace the chosen modules of `model` by wrappers and allocate all slots.
 
@@ -56,6 +62,9 @@ class LoraModelManager:
             model: any module; its submodules are replaced in place.
             config: how many adapters, how large, which modules.
             on_evict: told of each adapter that has to make room for another.
+            is_paced: clear the slots of removed adapters a few modules at a time, as `advance` is
+                called, instead of at once.
+            clock: seconds, for pauses and statistics.
 
         Raises:
             TargetNotFoundError: nothing in the model can carry LoRA, or `target_modules` names what
@@ -74,16 +83,19 @@ class LoraModelManager:
             max_rank=config.max_lora_rank,
             target_modules=config.target_modules,
         )
+        self._stager = Stager(device)
         self._writer = SlotWriter(self._injection.stacks, self._step)
+        self._queue = SlotQueue(self._writer, self._stager, is_paced=is_paced, clock=clock)
         self._dummy_slots: dict[str, int] = {}
         self._cache: AdapterCache[str, PreparedAdapter] = AdapterCache(
-            placer=self._writer,
+            placer=self._queue,
             num_slots=config.max_loras,
             max_host=config.host_capacity,
             max_host_bytes=config.max_host_bytes,
             policy=config.policy,
             on_evict=on_evict,
             allow_pin_all=config.allow_pin_all,
+            clock=clock,
         )
 
     @property
@@ -102,7 +114,7 @@ class LoraModelManager:
         return self._report
 
     @property
-    def shapes(self) -> Mapping[str, ModuleShape]:
+    def shapes(self) -> Mapping[str, ModuleShape | ExpertShape]:
         """Path -> widths of every module that carries LoRA."""
         return MappingProxyType(self._injection.shapes)
 
@@ -114,7 +126,7 @@ class LoraModelManager:
     @property
     def buffer_bytes(self) -> int:
         """Bytes of all slots, allocated once when the model is wrapped."""
-        return sum(stack.weights.nbytes for stack in self._injection.stacks.values())
+        return sum(stack.nbytes for stack in self._injection.stacks.values())
 
     @property
     def num_routing_builds(self) -> int:
@@ -126,10 +138,12 @@ class LoraModelManager:
     def prepare(self, adapter: Adapter) -> PreparedAdapter:
         """Match an adapter with the model, check, pack and cast it. Pure; any thread may call it.
 
+        For a CUDA device the result lies in page-locked memory.
+
         Raises:
             AdapterMismatchError: the adapter does not fit; every problem at once.
         """
-        return self._preparer.prepare(adapter)
+        return self._stager.pin(self._preparer.prepare(adapter))
 
     def register(self, key: str, prepared: PreparedAdapter) -> bool:
         """Put an adapter into the host tier.
@@ -240,6 +254,55 @@ class LoraModelManager:
         self._check_no_warm_up()
         return self._cache.acquire(keys)
 
+    def begin(self, keys: Collection[str]) -> Lease[str]:
+        """Hold the slots of a set as `acquire` does, and have `advance` write the absent ones.
+
+        Returns:
+            A lease. Its adapters may be used once it is ready; when one of them cannot be written
+            it ends and names the error in `failure`.
+
+        Raises:
+            UnknownKeyError, SetTooLargeError, NoFreeSlotError: as `acquire`.
+        """
+        self._check_no_warm_up()
+        lease, moves = self._cache.begin(keys)
+        for move in moves:
+            self._queue.begin(move.key, self._cache.get(move.key), move.slot)
+        return lease
+
+    def advance(self, seconds: float = math.inf) -> None:
+        """Go on writing the slots of `begin`; call it between two steps.
+
+        On a CUDA device the copies run beside the steps, and a slot is written once its adapter
+        has arrived.
+
+        Args:
+            seconds: how long to work at most, give or take a module; infinite: until all is done.
+        """
+        for done in self._queue.advance(seconds):
+            if done.error is None:
+                self._cache.finish(done.key, done.slot, seconds=done.seconds)
+            else:
+                self._cache.fail(done.key, done.slot, done.error, seconds=done.seconds)
+
+    @property
+    def is_placing(self) -> bool:
+        """Whether `advance` still has to write an adapter."""
+        return self._queue.is_placing
+
+    @property
+    def has_slot_work(self) -> bool:
+        """Whether `advance` has anything to do, clearing included."""
+        return not self._queue.is_empty
+
+    def fits_beside_pins(self, keys: Collection[str]) -> bool:
+        """Whether the set fits into the slots once every lease has ended."""
+        return self._cache.fits_beside_pins(keys)
+
+    def pinned_keys(self) -> tuple[str, ...]:
+        """List the pinned adapters, in the order in which they were pinned."""
+        return self._cache.pinned_keys()
+
     def stats(self) -> CacheStats:
         """Return the state of both tiers at this moment."""
         return self._cache.stats()
@@ -305,15 +368,19 @@ class LoraModelManager:
             ValueError: there are fewer free slots than `count`.
         """
         self._check_no_warm_up()
-        taken = {self._cache.slot_of(key) for key in self.keys()}
-        free = [slot for slot in range(self._config.max_loras) if slot not in taken]
+        being_written = self._cache.placing_keys().values()
+        free = [
+            slot
+            for slot, key in enumerate(self._cache.slots())
+            if key is None and slot not in being_written
+        ]
         count = len(free) if count is None else count
         if count > len(free):
             raise ValueError(f"warm-up with {count} adapters, {len(free)} slots are free")
         dummies = self.create_dummy_adapters(count)
         try:
             for slot, (key, dummy) in zip(free, dummies.items(), strict=False):
-                self._writer.place(key, dummy, slot)
+                self._queue.place(key, dummy, slot)
                 self._dummy_slots[key] = slot
             yield tuple(dummies)
         finally:
