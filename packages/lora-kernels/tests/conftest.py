@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lora_kernels import (
+    Backend,
     ExpertRouting,
     ExpertWeights,
     Routing,
@@ -74,8 +75,9 @@ def build_step(
     x_dtype: torch.dtype | None = None,
     y_dtype: torch.dtype | None = None,
     seed: int = 0,
+    device: str = "cpu",
 ) -> Step:
-    """Build a step; `ranks[slot][slice]`, 0 = absent."""
+    """Build a step; `ranks[slot][slice]`, 0 = absent. Pairs and exact result are on the CPU."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
@@ -87,7 +89,7 @@ def build_step(
         in_features=in_features,
         out_features=widths,
         dtype=dtype,
-        device="cpu",
+        device=device,
     )
     pairs: list[list[tuple[Tensor, Tensor] | None]] = []
     for slot, by_slice in enumerate(ranks):
@@ -106,10 +108,11 @@ def build_step(
         scales=[scale for _, _, scale in entries],
         num_tokens=num_tokens,
         num_slots=len(ranks),
+        device=device,
     )
     return Step(
-        x=x,
-        y=y,
+        x=x.to(device),
+        y=y.to(device),
         weights=weights,
         routing=routing,
         pairs=pairs,
@@ -258,6 +261,33 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "triton: runs kernels in Triton's interpreter")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what needs the interpreter or a GPU, unless `-m` asks for it."""
+    asked = config.option.markexpr
+    left_out = [name for name in ("triton", "gpu") if name not in asked]
+    chosen: list[pytest.Item] = []
+    deselected: list[pytest.Item] = []
+    for item in items:
+        (deselected if any(map(item.get_closest_marker, left_out)) else chosen).append(item)
+    config.hook.pytest_deselected(items=deselected)
+    items[:] = chosen
+
+
+@pytest.fixture(
+    params=[
+        Backend.REFERENCE,
+        Backend.ATEN,
+        pytest.param(Backend.TRITON, marks=pytest.mark.triton),
+    ]
+)
+def backend(request: pytest.FixtureRequest) -> Backend:
+    return Backend(request.param)
 
 
 @pytest.fixture

@@ -62,7 +62,6 @@ def close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     assert_close(actual.double(), expected, atol=3 * within.atol, rtol=3 * within.rtol)
 
 
-@pytest.mark.parametrize("backend", Backend)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("num_tokens", [5, 90])
 @pytest.mark.parametrize("in_runs", [True, False])
@@ -91,7 +90,6 @@ def test_gains_and_biases_equal_float64(
     assert torch.equal(result[base], step.y[base])
 
 
-@pytest.mark.parametrize("backend", Backend)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_biases_of_a_weighted_set_add_up_with_their_scales(
     make_step: Callable[..., Any], backend: Backend, dtype: torch.dtype
@@ -107,7 +105,6 @@ def test_biases_of_a_weighted_set_add_up_with_their_scales(
     assert torch.equal(result[9], step.y[9])
 
 
-@pytest.mark.parametrize("backend", Backend)
 def test_an_embedding_takes_gain_and_bias_too(
     make_step: Callable[..., Any], backend: Backend
 ) -> None:
@@ -130,7 +127,6 @@ def test_an_embedding_takes_gain_and_bias_too(
     assert torch.equal(result[2], step.y[2])
 
 
-@pytest.mark.parametrize("backend", Backend)
 @pytest.mark.parametrize(
     "entries", [[(0, 1, 0.5)], [(0, 1, 1.0), (0, 0, 1.0)], [(0, 1, 1.0), (0, 1, 1.0)]]
 )

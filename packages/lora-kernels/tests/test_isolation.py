@@ -29,7 +29,6 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.int16 if tensor.element_size() == 2 else torch.int32)
 
 
-@pytest.mark.parametrize("backend", Backend)
 @pytest.mark.parametrize("slots", [[None, 0], [0, None], [None, None, 0, 1, None], [1, None, 1]])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_base_rows_keep_their_bits(
@@ -63,7 +62,6 @@ def test_base_rows_keep_their_bits_on_every_way(
     assert torch.equal(bits(y)[::5], before)
 
 
-@pytest.mark.parametrize("backend", Backend)
 def test_a_step_of_base_tokens_changes_nothing_right_after_one_with_adapters(
     make_step: Callable[..., Any], backend: Backend
 ) -> None:
@@ -131,7 +129,6 @@ def test_an_adapter_full_of_nan_spoils_only_its_own_tokens(
     assert spoiled[1::4].isnan().all()
 
 
-@pytest.mark.parametrize("backend", Backend)
 def test_embedding_ignores_unnamed_slots_and_the_ids_of_base_tokens(
     backend: Backend, make_step: Callable[..., Any]
 ) -> None:
@@ -149,7 +146,6 @@ def test_embedding_ignores_unnamed_slots_and_the_ids_of_base_tokens(
     assert not torch.equal(clean[1], step.y[1])
 
 
-@pytest.mark.parametrize("backend", Backend)
 @pytest.mark.parametrize("num_tokens", [2, 16, 300])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_adapter_without_any_slice_of_the_module_changes_nothing_beside_one_with(

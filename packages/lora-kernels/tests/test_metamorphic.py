@@ -19,11 +19,6 @@ RANKS = [(8, 3), (16, 16), (1, 0), (5, 8)]
 SIZES = [12, 160]
 
 
-@pytest.fixture(params=Backend)
-def backend(request: pytest.FixtureRequest) -> Backend:
-    return Backend(request.param)
-
-
 @pytest.fixture(params=SIZES)
 def step(request: pytest.FixtureRequest, make_step: Callable[..., Any]) -> Any:
     entries = [(t, (7 * t) % 4, 1.0) for t in range(request.param) if t % 6]

@@ -61,9 +61,27 @@ def assert_exact(result: Tensor, step: Any, dtype: torch.dtype) -> None:
     assert_close(result.double(), step.exact, atol=within.atol, rtol=within.rtol)
 
 
-@pytest.fixture(params=["bags", "products", "single products", "split"])
-def aten_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Take one way through the aten backend, whatever it costs."""
+@pytest.fixture(
+    params=[
+        "reference",
+        "bags",
+        "products",
+        "single products",
+        "split",
+        pytest.param(1, marks=pytest.mark.triton),
+        pytest.param(16, marks=pytest.mark.triton),
+        pytest.param(64, marks=pytest.mark.triton),
+    ]
+)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Backend:
+    """Take one way through a backend, whatever it costs; a number is Triton's tile."""
+    if request.param == "reference":
+        return Backend.REFERENCE
+    if isinstance(request.param, int):
+        from lora_kernels._triton import moe as triton_moe
+
+        monkeypatch.setattr(triton_moe, "_choose_tile", lambda expert_routing: request.param)
+        return Backend.TRITON
 
     def split(groups: list[Group], *arguments: Any) -> tuple[list[Group], list[Group]]:
         if request.param == "bags":
@@ -73,11 +91,9 @@ def aten_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(aten, "split_bags", split)
     if request.param == "single products":
         monkeypatch.setattr(moe_plan, "MAX_BATCH_ELEMENTS", 1)
-    way: str = request.param
-    return way
+    return Backend.ATEN
 
 
-@pytest.mark.parametrize("backend", Backend)
 @pytest.mark.parametrize("popularity", Popularity)
 @pytest.mark.parametrize("num_tokens", [1, 3, 7, 67])
 @pytest.mark.parametrize(("rank", "dtype"), list(itertools.product([1, 8, 12, 64], FLOATS)))
@@ -101,7 +117,6 @@ def test_moe_equals_float64(  # noqa: PLR0917 - one parameter an axis of the gri
     assert_exact(run(step, backend), step, dtype)
 
 
-@pytest.mark.parametrize("backend", Backend)
 @pytest.mark.parametrize(("num_experts", "num_choices"), [(1, 1), (2, 1), (7, 3), (64, 8)])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_any_number_of_experts_and_choices(
@@ -127,9 +142,9 @@ def test_any_number_of_experts_and_choices(
 @pytest.mark.parametrize("is_a_shared", [False, True])
 @pytest.mark.parametrize("is_b_shared", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.usefixtures("aten_way")
-def test_every_way_equals_float64_over_unequal_ranks_absent_slices_scales_and_router_weights(
+def test_every_way_equals_float64_over_unequal_ranks_absent_slices_scales_and_router_weights(  # noqa: PLR0917 - one parameter an axis of the grid
     make_expert_step: Callable[..., Any],
+    way: Backend,
     has_row_x: bool,
     is_a_shared: bool,
     is_b_shared: bool,
@@ -149,13 +164,12 @@ def test_every_way_equals_float64_over_unequal_ranks_absent_slices_scales_and_ro
         is_b_shared=is_b_shared,
     )
 
-    assert_exact(run(step), step, dtype)
+    assert_exact(run(step, way), step, dtype)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.usefixtures("aten_way")
 def test_several_entries_of_a_token_add_up(
-    make_expert_step: Callable[..., Any], dtype: torch.dtype
+    make_expert_step: Callable[..., Any], way: Backend, dtype: torch.dtype
 ) -> None:
     entries = [(t, s, 0.25 * (s + 1)) for t in range(17) for s in range(4) if (t + s) % 3]
     entries += [(1, 2, -1.0), (1, 2, 0.5)]  # the same slot again
@@ -163,11 +177,9 @@ def test_several_entries_of_a_token_add_up(
         entries=entries, num_tokens=17, ranks=[(16,), (4,), (8,), (0,)], dtype=dtype
     )
 
-    assert_exact(run(step), step, dtype)
-    assert_exact(run(step, Backend.REFERENCE), step, dtype)
+    assert_exact(run(step, way), step, dtype)
 
 
-@pytest.mark.parametrize("backend", Backend)
 @pytest.mark.parametrize(("dtype", "x_dtype", "y_dtype"), list(itertools.product(FLOATS, repeat=3)))
 def test_inputs_keep_their_dtypes_in_every_combination(
     make_expert_step: Callable[..., Any],
@@ -192,7 +204,6 @@ def test_inputs_keep_their_dtypes_in_every_combination(
     assert_exact(result, step, lowest)
 
 
-@pytest.mark.parametrize("backend", Backend)
 @pytest.mark.parametrize("num_tokens", [1, 2, 9, 40, 150])
 @pytest.mark.parametrize("rank", [4, 8, 128, 256])
 def test_small_and_large_ranks_equal_float64_below_and_above_every_switch(
@@ -212,14 +223,12 @@ def test_small_and_large_ranks_equal_float64_below_and_above_every_switch(
     assert_exact(run(step, backend), step, torch.bfloat16)
 
 
-@pytest.mark.parametrize("backend", Backend)
 def test_no_token_is_no_work(make_expert_step: Callable[..., Any], backend: Backend) -> None:
     step = make_expert_step(entries=[], num_tokens=0, ranks=[(4,)])
 
     assert run(step, backend).shape == (0, 12)
 
 
-@pytest.mark.parametrize("backend", Backend)
 def test_strided_tensors_are_read_and_written_in_place(
     make_expert_step: Callable[..., Any], backend: Backend
 ) -> None:
@@ -245,7 +254,6 @@ def test_strided_tensors_are_read_and_written_in_place(
     assert not wide_y[:, 29:].any()
 
 
-@pytest.mark.parametrize("backend", Backend)
 def test_router_weights_apply_once_whatever_their_dtype(
     make_expert_step: Callable[..., Any], backend: Backend
 ) -> None:
@@ -266,7 +274,6 @@ def test_router_weights_apply_once_whatever_their_dtype(
         assert_close(weighted, plain * router_weights.view(-1, 1))
 
 
-@pytest.mark.parametrize("backend", Backend)
 def test_an_expert_chosen_twice_by_a_token_applies_to_both_rows(
     make_expert_step: Callable[..., Any], backend: Backend
 ) -> None:
@@ -280,7 +287,6 @@ def test_an_expert_chosen_twice_by_a_token_applies_to_both_rows(
     assert_exact(run(step, backend), step, torch.float32)
 
 
-@pytest.mark.parametrize("backend", Backend)
 def test_shared_outer_factors_equal_the_expanded_layout(
     make_expert_step: Callable[..., Any], backend: Backend
 ) -> None:
@@ -309,7 +315,6 @@ def test_shared_outer_factors_equal_the_expanded_layout(
     assert step.weights.a_storage.nbytes * 4 == expanded.a_storage.nbytes
 
 
-@pytest.mark.parametrize("backend", Backend)
 @pytest.mark.parametrize("bounds", [(0, 4), (0, 1, 4), (0, 1, 2, 3, 4)])
 def test_expert_parallel_ranges_sum_to_the_whole(
     make_expert_step: Callable[..., Any], backend: Backend, bounds: tuple[int, ...]
@@ -347,7 +352,7 @@ def test_expert_parallel_ranges_sum_to_the_whole(
 
 
 def test_a_whole_expert_layer_equals_merged_experts_in_float64(
-    make_expert_step: Callable[..., Any],
+    make_expert_step: Callable[..., Any], backend: Backend
 ) -> None:
     num_tokens, hidden, width = 11, 24, 12
     entries = spread(Popularity.UNIFORM, num_tokens, 3)
@@ -384,11 +389,18 @@ def test_a_whole_expert_layer_equals_merged_experts_in_float64(
         exact[token] += router[token, k].double() * (merged2 @ activated)
 
     y13 = torch.einsum("tkoi,ti->tko", w13[ids], first.x).flatten(0, 1)
-    moe_lora_(y13, first.x, first.weights, first.expert_routing)
+    moe_lora_(y13, first.x, first.weights, first.expert_routing, backend=backend)
     gate_out, up_out = y13.chunk(2, 1)
     activated = torch.nn.functional.silu(gate_out) * up_out
     y2 = torch.einsum("moi,mi->mo", w2[ids.flatten()], activated) * router.view(-1, 1)
-    moe_lora_(y2, activated, second.weights, first.expert_routing, router_weights=router)
+    moe_lora_(
+        y2,
+        activated,
+        second.weights,
+        first.expert_routing,
+        router_weights=router,
+        backend=backend,
+    )
     result = y2.view(num_tokens, 2, hidden).sum(1)
 
     assert_close(result.double(), exact, atol=1e-5, rtol=1e-5)

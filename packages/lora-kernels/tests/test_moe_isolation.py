@@ -18,7 +18,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 NAN = float("nan")
-WAYS = ["reference", "bags", "products", "single products"]
+WAYS = [
+    "reference",
+    "bags",
+    "products",
+    "single products",
+    pytest.param(1, marks=pytest.mark.triton),
+    pytest.param(16, marks=pytest.mark.triton),
+]
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -27,9 +34,14 @@ def bits(tensor: Tensor) -> Tensor:
 
 @pytest.fixture(params=WAYS)
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Backend:
-    """Every way through every backend."""
+    """Every way through every backend; a number is Triton's tile."""
     if request.param == "reference":
         return Backend.REFERENCE
+    if isinstance(request.param, int):
+        from lora_kernels._triton import moe as triton_moe
+
+        monkeypatch.setattr(triton_moe, "_choose_tile", lambda expert_routing: request.param)
+        return Backend.TRITON
 
     def split(groups: list[Any], *arguments: Any) -> tuple[list[Any], list[Any]]:
         return (groups, []) if request.param == "bags" else ([], groups)

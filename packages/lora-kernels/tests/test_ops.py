@@ -45,7 +45,6 @@ def assert_exact(result: Tensor, step: Any, dtype: torch.dtype) -> None:
     assert_close(result.double(), step.exact, atol=within.atol, rtol=within.rtol)
 
 
-@pytest.mark.parametrize("backend", Backend)
 @pytest.mark.parametrize("popularity", Popularity)
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 7, 133])
 @pytest.mark.parametrize(("rank", "dtype"), list(itertools.product([1, 8, 12, 64], FLOATS)))
@@ -108,7 +107,6 @@ def test_every_way_equals_float64_with_runs_of_tokens(
     assert_exact(result, step, torch.float32)
 
 
-@pytest.mark.parametrize("backend", Backend)
 @pytest.mark.parametrize("num_tokens", [3, 96])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_several_entries_of_a_token_add_up(
@@ -123,7 +121,6 @@ def test_several_entries_of_a_token_add_up(
     assert_exact(result, step, dtype)
 
 
-@pytest.mark.parametrize("backend", Backend)
 @pytest.mark.parametrize("rank", [1, 2, 3, 4, 7, 8, 12, 16, 24, 31, 32, 33, 64, 128])
 def test_any_rank_is_right(make_step: Callable[..., Any], backend: Backend, rank: int) -> None:
     step = make_step(
@@ -140,7 +137,6 @@ def test_any_rank_is_right(make_step: Callable[..., Any], backend: Backend, rank
     assert_exact(result, step, torch.float32)
 
 
-@pytest.mark.parametrize("backend", Backend)
 @pytest.mark.parametrize("num_tokens", [15, 16, 17, 127, 128, 129, 400])
 def test_a_long_segment_is_right_and_finite(
     make_step: Callable[..., Any], backend: Backend, num_tokens: int
@@ -159,7 +155,6 @@ def test_a_long_segment_is_right_and_finite(
     assert_exact(result, step, torch.bfloat16)
 
 
-@pytest.mark.parametrize("backend", Backend)
 @pytest.mark.parametrize("num_tokens", [6, 200])
 @pytest.mark.parametrize("dtypes", list(itertools.product(FLOATS, repeat=3)))
 def test_dtypes_may_differ(
@@ -187,7 +182,6 @@ def test_dtypes_may_differ(
     assert_exact(result, step, lowest)
 
 
-@pytest.mark.parametrize("backend", Backend)
 def test_large_float16_values_do_not_overflow_on_the_way(
     make_step: Callable[..., Any], backend: Backend
 ) -> None:
@@ -204,7 +198,6 @@ def test_large_float16_values_do_not_overflow_on_the_way(
     assert (result - step.y).abs().max() > 10
 
 
-@pytest.mark.parametrize("backend", Backend)
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_shrink_gives_the_products_in_float32_and_zeros_beyond_the_rank(
     make_step: Callable[..., Any], backend: Backend, dtype: torch.dtype
@@ -231,7 +224,6 @@ def test_shrink_gives_the_products_in_float32_and_zeros_beyond_the_rank(
     assert_close(v.double(), expected, atol=within.atol, rtol=within.rtol)
 
 
-@pytest.mark.parametrize("backend", Backend)
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_expand_of_shrink_is_apply(
     make_step: Callable[..., Any], backend: Backend, dtype: torch.dtype

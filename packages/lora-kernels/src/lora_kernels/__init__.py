@@ -6,6 +6,7 @@ Knows nothing of adapters, files, requests or models: tensors, slots and tokens 
 from __future__ import annotations
 
 from lora_kernels.backend import Backend
+from lora_kernels.buffers import RoutingBuffers
 from lora_kernels.build import build_routing, route_runs, route_tokens
 from lora_kernels.embedding import embedding_lora_
 from lora_kernels.errors import (
@@ -30,6 +31,7 @@ __all__ = [
     "KernelArgumentError",
     "KernelError",
     "Routing",
+    "RoutingBuffers",
     "Segment",
     "StackedWeights",
     "UnsupportedShapeError",

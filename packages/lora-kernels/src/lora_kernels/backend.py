@@ -16,3 +16,6 @@ class Backend(StrEnum):
 
     ATEN = "aten"
     """Matrix products of torch, arranged for CPUs; needs no compiler. Runs on any device."""
+
+    TRITON = "triton"
+    """Kernels for CUDA and ROCm, from the extra `triton`; also in Triton's interpreter."""

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lora_kernels.backend import Backend
 from lora_kernels.errors import KernelArgumentError, UnsupportedShapeError
 
 if TYPE_CHECKING:
@@ -78,6 +79,37 @@ def check_gains(op: str, routing: Routing, weights: StackedWeights) -> None:
             f"{op}: slots {sorted(mixed)} have an output gain and are part of a weighted set, "
             "expected one entry of scale 1 for each of their tokens"
         )
+
+
+def check_backend(op: str, routing: Routing, backend: Backend) -> None:
+    """Check that a routing of fixed shapes meets the backend that skips its padding.
+
+    Raises:
+        KernelArgumentError: the routing is a view of `RoutingBuffers`, the backend another one.
+    """
+    if routing.is_padded and backend is not Backend.TRITON:
+        raise KernelArgumentError(
+            f"{op}: routing is a view of RoutingBuffers, backend is {backend}, expected triton"
+        )
+
+
+def check_ids(op: str, token_ids: Tensor, weights: StackedWeights, routing: Routing) -> Tensor:
+    """Check the values of the ids of an embedding look-up, on the host.
+
+    Returns:
+        The id of each entry's token, `[E]`.
+
+    Raises:
+        KernelArgumentError: a token with an entry has an id outside the vocabulary.
+    """
+    ids = token_ids.index_select(0, routing.token_idx)
+    low, high = (int(bound) for bound in torch.aminmax(ids))
+    if low < 0 or high >= weights.in_features:
+        raise KernelArgumentError(
+            f"{op}: token_ids of adapter tokens reach from {low} to {high}, "
+            f"expected 0..{weights.in_features - 1}"
+        )
+    return ids
 
 
 def check_token_ids(op: str, token_ids: Tensor, routing: Routing, weights: StackedWeights) -> None:

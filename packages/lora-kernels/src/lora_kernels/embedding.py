@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
-from lora_kernels._aten import embedding as aten
-from lora_kernels._aten.affine import apply_affine_
+from lora_kernels import dispatch
 from lora_kernels.backend import Backend
-from lora_kernels.checks import check_gains, check_output, check_pairing, check_token_ids
-from lora_kernels.reference import embedding as reference
+from lora_kernels.checks import (
+    check_backend,
+    check_gains,
+    check_output,
+    check_pairing,
+    check_token_ids,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,6 +33,7 @@ def embedding_lora_(
     routing: Routing,
     *,
     backend: Backend = Backend.ATEN,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """Add the LoRA part of an embedding look-up, in place.
 
@@ -44,7 +47,9 @@ def embedding_lora_(
         token_ids: `[T]` int64 or int32, `0..V-1` for tokens with an entry.
         weights: one slice with `I = V` and `O = D`.
         routing: the step's entries.
-        backend: the implementation.
+        backend: the implementation. `triton` does not wait to learn of an id outside the
+            vocabulary: such a token gets no delta, and no error.
+        batch_invariant: as in `apply_lora_`.
 
     Returns:
         `y`.
@@ -54,15 +59,15 @@ def embedding_lora_(
         KernelArgumentError: a token with an entry has an id outside the vocabulary; slots, dtypes
             or devices do not fit together; a slot with a gain is part of a weighted set. Nothing
             is written then.
+        BackendUnavailableError: the backend cannot run where the tensors are.
     """
     check_pairing("embedding_lora_", routing, weights)
+    check_backend("embedding_lora_", routing, backend)
     check_token_ids("embedding_lora_", token_ids, routing, weights)
     check_output("embedding_lora_", y, routing, weights)
     check_gains("embedding_lora_", routing, weights)
     if routing.is_empty:
         return y
-    with torch.no_grad():
-        if backend is Backend.REFERENCE:
-            return reference.embedding_lora_(y, token_ids, weights, routing)
-        aten.embedding_lora_(y, token_ids, weights, routing)
-        return apply_affine_(y, weights, routing)
+    return dispatch.embedding_lora_(
+        y, token_ids, weights, routing, backend=backend, batch_invariant=batch_invariant
+    )

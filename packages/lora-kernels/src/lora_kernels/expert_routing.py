@@ -157,13 +157,14 @@ def align_experts(
     is_local = (ids >= expert_offset).logical_and_(ids < expert_offset + num_experts)
     local_ids = torch.where(is_local, ids - expert_offset, -1)
     num_choices = ids.shape[1]
-    entry_ids = local_ids.index_select(0, routing.token_idx)
+    tokens, slots = _entries(routing)
+    entry_ids = local_ids.index_select(0, tokens)
     beyond = routing.num_slots * num_experts  # the key of pairs that do not count, sorted last
-    keys = torch.add(entry_ids, routing.entry_slots[:, None], alpha=num_experts)
-    keys = keys.masked_fill_(entry_ids < 0, beyond)
+    keys = torch.add(entry_ids, slots[:, None], alpha=num_experts)
+    keys.masked_fill_((entry_ids < 0).logical_or_(slots[:, None] < 0), beyond)
     pair_keys, pair_idx = torch.sort(keys.flatten(), stable=True)
     pair_entries = torch.div(pair_idx, num_choices, rounding_mode="floor")
-    shift = routing.token_idx[pair_entries].sub_(pair_entries).mul_(num_choices)
+    shift = tokens[pair_entries].sub_(pair_entries).mul_(num_choices)
     group_indptr, group_keys = _bounds(pair_keys, beyond)
     return ExpertRouting(
         pair_idx=pair_idx,
@@ -176,6 +177,14 @@ def align_experts(
         num_experts=num_experts,
         num_choices=num_choices,
     )
+
+
+def _entries(routing: Routing) -> tuple[Tensor, Tensor]:
+    """Return token and slot of each entry, `[E]` int64 both; the slot of padding is -1."""
+    if routing.device.type == "cpu" and not routing.is_padded:
+        return routing.token_idx, routing.entry_slots
+    # Those of the tables are on the device already, without waiting for it.
+    return routing.tables.entry_tokens.long(), routing.tables.entry_slots.long()
 
 
 def _bounds(pair_keys: Tensor, beyond: int) -> tuple[Tensor, Tensor]:

@@ -34,6 +34,8 @@ class ExpertWeights:
     - B is `[N, X, R, sum O_p]`: the first `r` ranks are `r` contiguous rows, the slices side by
       side as in the output, cut into pieces of one width, `chunk`, without a remainder.
 
+    `rank_table`, `[N, P]` int32, tells kernels a slot's true ranks.
+
     A factor that all experts of an adapter share has an expert dimension of 1, in the storage as
     in the views, and costs that much.
     """
@@ -139,6 +141,24 @@ class ExpertWeights:
         """Bytes of everything allocated for all slots: factors and ranks."""
         return self.a_storage.nbytes + self.b_storage.nbytes + self.rank_table.nbytes
 
+    def out_blocks(self, width: int) -> Tensor:
+        """Cut the packed output into blocks of at most `width` columns of one slice.
+
+        Returns:
+            `[blocks, 3]` int32: slice, first column, one past the last; made at the first call.
+        """
+        key = ("out_blocks", width)
+        found: Tensor | None = self.derived.get(key)
+        if found is None:
+            blocks = [
+                (p, first, min(first + width, high))
+                for p, (low, high) in enumerate(self.out_ranges)
+                for first in range(low, high, width)
+            ]
+            found = torch.tensor(blocks, dtype=torch.int32).to(self.device)
+            self.derived[key] = found
+        return found
+
     def write_slot(self, slot: int, slices: Sequence[ExpertSlice | None]) -> None:
         """Replace what a slot holds; nothing of its previous content remains.
 
@@ -184,7 +204,8 @@ class ExpertWeights:
 
     def _set_ranks(self, slot: int, ranks: Sequence[int]) -> None:
         self.slot_ranks[slot] = tuple(ranks)
-        self.rank_table[slot].copy_(torch.tensor(ranks, dtype=torch.int32))
+        for i, rank in enumerate(ranks):
+            self.rank_table[slot, i] = rank  # passed by value: no copy that the host waits for
 
     def _check_slot(self, slot: int) -> None:
         if not 0 <= slot < self.num_slots:

@@ -13,7 +13,7 @@ import torch
 
 from lora_kernels._aten import moe as aten
 from lora_kernels.backend import Backend
-from lora_kernels.checks import FLOATS
+from lora_kernels.checks import FLOATS, check_backend
 from lora_kernels.errors import KernelArgumentError, UnsupportedShapeError
 from lora_kernels.reference import moe as reference
 
@@ -62,15 +62,21 @@ def moe_lora_(
     Raises:
         UnsupportedShapeError: `y`, `x` or `router_weights` has another shape.
         KernelArgumentError: slots, experts, dtypes or devices do not fit together.
+        BackendUnavailableError: the backend cannot run where the tensors are.
     """
     _check_pairing(expert_routing, weights)
+    check_backend(_OP, expert_routing.routing, backend)
     _check_tensors(y, x, router_weights, weights, expert_routing)
     if expert_routing.routing.is_empty:
         return y
     with torch.no_grad():
         if backend is Backend.REFERENCE:
             return reference.moe_lora_(y, x, weights, expert_routing, router_weights)
-        return aten.moe_lora_(y, x, weights, expert_routing, router_weights)
+        if backend is Backend.ATEN:
+            return aten.moe_lora_(y, x, weights, expert_routing, router_weights)
+        from lora_kernels._triton import moe as triton_moe
+
+        return triton_moe.moe_lora_(y, x, weights, expert_routing, router_weights)
 
 
 def _check_pairing(expert_routing: ExpertRouting, weights: ExpertWeights) -> None:

@@ -11,17 +11,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lora_kernels._aten import linear as aten
-from lora_kernels._aten.affine import apply_affine_
+from lora_kernels import dispatch
 from lora_kernels.backend import Backend
 from lora_kernels.checks import (
     check_activations,
+    check_backend,
     check_buffer,
     check_gains,
     check_output,
     check_pairing,
 )
-from lora_kernels.reference import linear as reference
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +30,12 @@ if TYPE_CHECKING:
 
 
 def shrink(
-    x: Tensor, weights: StackedWeights, routing: Routing, *, backend: Backend = Backend.ATEN
+    x: Tensor,
+    weights: StackedWeights,
+    routing: Routing,
+    *,
+    backend: Backend = Backend.ATEN,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """Project each entry's token to its adapter's rank.
 
@@ -39,13 +43,16 @@ def shrink(
     slot's slice `p`; `v[p, e, r:] = 0`. Scales are not applied here.
 
     With many entries a segment this is SGMV (prefill), with one or two it is BGMV (decode); the
-    operator is the same. Products and sums are in float32 whatever the dtypes.
+    operator is the same, and `routing.tile` says which kernels the backend triton launches.
+    Sums are in float32 whatever the dtypes.
 
     Args:
         x: activations, `[T, I]`, any strides.
         weights: the module's slots.
         routing: the step's entries.
         backend: the implementation.
+        batch_invariant: fix the order of every sum, so that a row has the same bits whatever
+            other rows and adapters the step has. Slower.
 
     Returns:
         `[P, E, R]` float32. Without entries `[P, 0, R]`.
@@ -53,15 +60,14 @@ def shrink(
     Raises:
         UnsupportedShapeError: `x` is not `[T, I]`.
         KernelArgumentError: slots, dtypes or devices do not fit together.
+        BackendUnavailableError: the backend cannot run where the tensors are.
     """
     check_pairing("shrink", routing, weights)
+    check_backend("shrink", routing, backend)
     check_activations("shrink", x, routing, weights)
     if routing.is_empty:
         return x.new_empty((weights.num_slices, 0, weights.max_rank), dtype=torch.float32)
-    with torch.no_grad():
-        if backend is Backend.REFERENCE:
-            return reference.shrink(x, weights, routing)
-        return aten.shrink(x, weights, routing)
+    return dispatch.shrink(x, weights, routing, backend=backend, batch_invariant=batch_invariant)
 
 
 def expand_(
@@ -71,6 +77,7 @@ def expand_(
     routing: Routing,
     *,
     backend: Backend = Backend.ATEN,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """Add each entry's output to its token's row, in place.
 
@@ -86,6 +93,8 @@ def expand_(
         weights: the module's slots.
         routing: the step's entries.
         backend: the implementation.
+        batch_invariant: fix the order of every sum, so that a row has the same bits whatever
+            other rows and adapters the step has. Slower.
 
     Returns:
         `y`.
@@ -94,17 +103,18 @@ def expand_(
         UnsupportedShapeError: `y` or `v` has another shape.
         KernelArgumentError: slots, dtypes or devices do not fit together, or a slot with a gain is
             part of a weighted set.
+        BackendUnavailableError: the backend cannot run where the tensors are.
     """
     check_pairing("expand_", routing, weights)
+    check_backend("expand_", routing, backend)
     check_output("expand_", y, routing, weights)
     check_buffer("expand_", v, routing, weights)
     check_gains("expand_", routing, weights)
     if routing.is_empty:
         return y
-    with torch.no_grad():
-        if backend is Backend.REFERENCE:
-            return reference.expand_(y, v, weights, routing)
-        return apply_affine_(aten.expand_(y, v, weights, routing), weights, routing)
+    return dispatch.expand_(
+        y, v, weights, routing, backend=backend, batch_invariant=batch_invariant
+    )
 
 
 def apply_lora_(
@@ -114,6 +124,7 @@ def apply_lora_(
     routing: Routing,
     *,
     backend: Backend = Backend.ATEN,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """Add the LoRA part of a (packed) linear module, in place: `expand_` of `shrink`.
 
@@ -131,6 +142,8 @@ def apply_lora_(
         weights: the module's slots.
         routing: the step's entries.
         backend: the implementation.
+        batch_invariant: fix the order of every sum, so that a row has the same bits whatever
+            other rows and adapters the step has. Slower.
 
     Returns:
         `y`.
@@ -139,14 +152,15 @@ def apply_lora_(
         UnsupportedShapeError: `y` or `x` has another shape.
         KernelArgumentError: slots, dtypes or devices do not fit together, or a slot with a gain is
             part of a weighted set.
+        BackendUnavailableError: the backend cannot run where the tensors are.
     """
     check_pairing("apply_lora_", routing, weights)
+    check_backend("apply_lora_", routing, backend)
     check_activations("apply_lora_", x, routing, weights)
     check_output("apply_lora_", y, routing, weights)
     check_gains("apply_lora_", routing, weights)
     if routing.is_empty:
         return y
-    with torch.no_grad():
-        if backend is Backend.REFERENCE:
-            return reference.apply_lora_(y, x, weights, routing)
-        return apply_affine_(aten.apply_lora_(y, x, weights, routing), weights, routing)
+    return dispatch.apply_lora_(
+        y, x, weights, routing, backend=backend, batch_invariant=batch_invariant
+    )

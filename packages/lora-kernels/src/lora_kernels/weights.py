@@ -36,7 +36,9 @@ class StackedWeights:
 
     `affine`, `[2, N, sum O_p]` float32, holds an output gain and a bias for each slot. Most
     adapters have neither, so it is allocated when the first one comes, or by `allocate_affine`,
-    which who captures CUDA graphs calls before. Every address is fixed from its allocation on.
+    which who captures CUDA graphs calls before. `slot_table`, `[N, P + 1]` int32, tells kernels a
+    slot's true ranks and, last, whether it has a gain or a bias. Every address is fixed from its
+    allocation on.
     """
 
     def __init__(self, a_storage: Tensor, b_storage: Tensor, out_features: Sequence[int]) -> None:
@@ -56,12 +58,15 @@ class StackedWeights:
         self.lora_a = tuple(a_storage[:, p].transpose(0, 1) for p in range(self.num_slices))
         self.lora_b = tuple(b_storage[:, :, i:j].transpose(1, 2) for i, j in self.out_ranges)
         self.slot_ranks: list[tuple[int, ...]] = [(0,) * self.num_slices] * self.num_slots
+        table_shape = (self.num_slots, self.num_slices + 1)
+        self.slot_table = torch.zeros(table_shape, dtype=torch.int32, device=a_storage.device)
         self.affine: Tensor | None = None
         self.gain_slots: frozenset[int] = frozenset()
         self.bias_slots: frozenset[int] = frozenset()
         self.chunk = math.gcd(*self.out_features)
         chunk_counts = torch.tensor([out // self.chunk for out in self.out_features])
         self.slice_of_chunk = torch.repeat_interleave(chunk_counts).to(b_storage.device)
+        self._out_blocks: dict[int, Tensor] = {}
         self.layout = (a_storage.shape, self.out_features, a_storage.dtype)
 
     @classmethod
@@ -141,6 +146,22 @@ class StackedWeights:
             self.affine = affine
         return self.affine
 
+    def out_blocks(self, width: int) -> Tensor:
+        """Cut the packed output into blocks of at most `width` columns of one slice.
+
+        Returns:
+            `[blocks, 3]` int32: slice, first column, one past the last; made at the first call.
+        """
+        if width not in self._out_blocks:
+            blocks = [
+                (p, first, min(first + width, high))
+                for p, (low, high) in enumerate(self.out_ranges)
+                for first in range(low, high, width)
+            ]
+            table = torch.tensor(blocks, dtype=torch.int32)
+            self._out_blocks[width] = table.to(self.device)
+        return self._out_blocks[width]
+
     def write_slot(
         self,
         slot: int,
@@ -182,6 +203,10 @@ class StackedWeights:
                 self.lora_a[i][slot, :rank].copy_(pair[0])
                 self.lora_b[i][slot, :, :rank].copy_(pair[1])
         self.slot_ranks[slot] = tuple(0 if pair is None else pair[0].shape[0] for pair in slices)
+        for i, rank in enumerate(self.slot_ranks[slot]):
+            self.slot_table[slot, i] = rank  # passed by value: no copy that the host waits for
+        if gain is not None or bias is not None:
+            self.slot_table[slot, -1] = 1
         if gain is not None:
             self.allocate_affine()[0, slot].copy_(gain)
             self.gain_slots |= {slot}
@@ -197,6 +222,7 @@ class StackedWeights:
         """
         self._check_slot(slot)
         self.slot_ranks[slot] = (0,) * self.num_slices
+        self.slot_table[slot] = 0
         self.a_storage[:, :, slot].zero_()
         self.b_storage[slot].zero_()
         if self.affine is not None:

@@ -20,15 +20,21 @@ if TYPE_CHECKING:
     from lora_kernels.weights import StackedWeights
 
 
-def apply_affine_(y_TO: Tensor, weights: StackedWeights, routing: Routing) -> Tensor:
-    """Finish the rows of tokens whose slots have a gain or a bias; no other row is touched."""
+def apply_affine_(
+    y_TO: Tensor, weights: StackedWeights, routing: Routing, *, batch_invariant: bool = False
+) -> Tensor:
+    """Finish the rows of tokens whose slots have a gain or a bias; no other row is touched.
+
+    With `batch_invariant` the order of the operations does not depend on whether some other token
+    has several entries.
+    """
     if weights.affine is None:
         return y_TO
     slots = weights.gain_slots | weights.bias_slots
     segments = [s for s in routing.segments if s.slot in slots and s.end > s.start]
     if not segments:
         return y_TO
-    if routing.has_repeated_tokens:
+    if batch_invariant or routing.has_repeated_tokens:
         return _apply_shared_(y_TO, weights.affine, routing, segments)
     for segment in segments:
         gain_O, bias_O = weights.affine[:, segment.slot]

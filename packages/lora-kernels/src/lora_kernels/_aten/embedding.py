@@ -12,7 +12,7 @@ import torch
 
 from lora_kernels._aten.bags import bags_of
 from lora_kernels._aten.linear import add_bags_, expand_
-from lora_kernels.errors import KernelArgumentError
+from lora_kernels.checks import check_ids
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,13 +25,7 @@ def embedding_lora_(
     y_TD: Tensor, token_ids_T: Tensor, weights: StackedWeights, routing: Routing
 ) -> Tensor:
     """See `lora_kernels.embedding_lora_`."""
-    ids_E = token_ids_T.index_select(0, routing.token_idx)
-    low, high = (int(bound) for bound in torch.aminmax(ids_E))
-    if low < 0 or high >= weights.in_features:
-        raise KernelArgumentError(
-            f"embedding_lora_: token_ids of adapter tokens reach from {low} to {high}, "
-            f"expected 0..{weights.in_features - 1}"
-        )
+    ids_E = check_ids("embedding_lora_", token_ids_T, weights, routing)
     ranks = tuple([weights.slot_ranks[segment.slot] for segment in routing.segments])
     bags = bags_of(weights, routing, ranks)
     row_F = bags.rank * weights.num_slots + bags.slot  # row of A seen as [R * N, V]

@@ -20,8 +20,8 @@ import torch
 
 from lora_kernels.backend import Backend
 from lora_kernels.bench.harness import Row, header, time_in_turn
+from lora_kernels.build import build_routing
 from lora_kernels.ops import apply_lora_
-from lora_kernels.routing import build_routing
 from lora_kernels.testing import Popularity, random_weights, slots_by_popularity
 
 if TYPE_CHECKING:
