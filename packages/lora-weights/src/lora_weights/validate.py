@@ -13,6 +13,7 @@ import torch
 from lora_weights.bound import BoundPart
 from lora_weights.errors import InvalidAdapterError, Problem, ProblemCode
 from lora_weights.experts import ExpertShape
+from lora_weights.experts.bind import bind_experts, group_experts
 from lora_weights.modules import ModuleKind
 
 if TYPE_CHECKING:
@@ -79,19 +80,32 @@ def bind_adapter(
 
     Raises:
         InvalidAdapterError: a module is unknown, ambiguous, of another kind or size, named twice,
-            above `max_rank`, or its stored base weight differs; names all of them.
+            above `max_rank`, its stored base weight differs, or the layout of expert tensors
+            cannot be told; names all of them.
     """
-    targets, problems = _resolve(adapter, shapes)
+    paths = ModulePaths(shapes)
+    groups, others = group_experts(adapter.parts, shapes, paths.find)
+    targets, problems = _resolve(others, paths)
+    experts_paths = {group.experts: target for target, group in groups.items()}
+    problems += _check_dropped_prefixes(targets | experts_paths)
     bound = {}
     for path, target in targets.items():
         part, shape = adapter.parts[path], shapes[target]
         if isinstance(shape, ExpertShape):
             problems.append(_problem(ProblemCode.KIND_MISMATCH, path, "", "a module", "experts"))
             continue
+        if part.experts is not None:
+            found, expected = "a stacked pair of experts", "one for a module"
+            problems.append(_problem(ProblemCode.KIND_MISMATCH, path, "", found, expected))
         if part.pair is not None:
             problems += _check_pair(path, part.pair, shape, max_rank)
         gain = None if part.gain is None else part.gain.float()
         bound[target] = BoundPart(pair=part.pair, full=part.full, gain=gain)
+    for target, group in groups.items():
+        experts, more = bind_experts(group, max_rank=max_rank)
+        problems += more
+        if experts is not None:
+            bound[target] = BoundPart(experts=experts)
     problems += _check_saved_modules(adapter, shapes)
     problems += _check_base_copies(adapter, targets, base)
     if problems:
@@ -99,14 +113,12 @@ def bind_adapter(
     return bound
 
 
-def _resolve(
-    adapter: Adapter, shapes: Mapping[str, ModuleShape | ExpertShape]
-) -> tuple[dict[str, str], list[Problem]]:
+def _resolve(parts: Iterable[str], paths: ModulePaths) -> tuple[dict[str, str], list[Problem]]:
     """Return checkpoint path -> base path, and the modules without one clear place."""
-    paths, problems = ModulePaths(shapes), []
+    problems = []
     targets: dict[str, str] = {}
     owners: dict[str, str] = {}
-    for path in adapter.parts:
+    for path in parts:
         found = paths.find(path)
         if len(found) != 1:
             problems.append(_not_placed(path, found))
@@ -115,7 +127,7 @@ def _resolve(
         else:
             targets[path] = found[0]
             owners[found[0]] = path
-    return targets, problems + _check_dropped_prefixes(targets)
+    return targets, problems
 
 
 def _not_placed(path: str, found: list[str]) -> Problem:

@@ -5,7 +5,7 @@ Knows a base model only as a table of module paths and shapes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from lora_weights.errors import Problem, ProblemCode
@@ -29,6 +29,8 @@ class ExpertGroup:
 
     experts: str
     """Path of the experts module as the checkpoint spells it."""
+    shape: ExpertShape
+    """The base's experts, of all ranks together."""
     stored: StoredExperts | None = None
     """Stacked pairs."""
     members: dict[ExpertName, ModulePart] = field(default_factory=dict)
@@ -58,28 +60,27 @@ def group_experts(
             others[path] = part
             continue
         found = find(name.experts)
-        if len(found) != 1 or not isinstance(shapes[found[0]], ExpertShape):
+        shape = shapes[found[0]] if len(found) == 1 else None
+        if not isinstance(shape, ExpertShape):
             others[path] = part
             continue
-        group = groups.get(found[0], ExpertGroup(experts=name.experts))
-        if single:
+        group = groups.setdefault(found[0], ExpertGroup(experts=name.experts, shape=shape))
+        if group.experts != name.experts:
+            others[path] = part
+        elif single:
             group.members[name] = part
-            groups[found[0]] = group
         else:
-            groups[found[0]] = ExpertGroup(
-                experts=name.experts, stored=part.experts, members=group.members
-            )
+            groups[found[0]] = replace(group, stored=part.experts)
     return groups, others
 
 
 def bind_experts(
-    group: ExpertGroup, shape: ExpertShape, *, max_rank: int, local: range | None = None
+    group: ExpertGroup, *, max_rank: int, local: range | None = None
 ) -> tuple[ExpertPart | None, list[Problem]]:
     """Return what one fused experts module gets, and everything that does not fit.
 
     Args:
         group: what the adapter has for it.
-        shape: the base's experts, of all ranks together.
         max_rank: largest rank accepted.
         local: the experts wanted, by index in the whole model; None is all.
 
@@ -87,6 +88,7 @@ def bind_experts(
         The part, with a leading dimension of the wanted experts, or of 1 for a factor that all
         share; None when it has problems, or nothing for any of the wanted experts.
     """
+    shape = group.shape
     if local is not None and local.stop > shape.num_experts:
         found = f"asked for experts {local.start} to {local.stop - 1}"
         expected = f"experts 0 to {shape.num_experts - 1}"
