@@ -90,7 +90,12 @@ class _Builder:
             self.note("", "lora_A", found, f"at most {wanted} pairs, on its {wanted} parameters")
             return
         for name, pair in parameters.items():
-            rows = pair.lora_a.shape[0]
+            shapes = [list(factor.shape) for factor in (pair.lora_a, pair.lora_b)]
+            if [len(shape) for shape in shapes] != [2, 2] or shapes[0][0] != shapes[1][1]:
+                found, expected = f"{shapes[0]}, with lora_B {shapes[1]}", "[X*r, I] and [O, r*X]"
+                self.note(name, "lora_A", found, expected)
+                continue
+            rows = shapes[0][0]
             if rows % self.shape.num_experts:
                 expected = f"a multiple of {self.shape.num_experts}, the base's experts"
                 self.note(name, "lora_A", f"{rows} rows high", expected)
