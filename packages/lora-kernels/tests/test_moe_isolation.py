@@ -134,6 +134,7 @@ def test_nan_in_slots_experts_and_tokens_that_nothing_names_reaches_no_output(
     assert torch.equal(run(step, backend, x=x), clean)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # Triton's interpreter
 def test_an_adapter_full_of_nan_spoils_only_its_own_tokens(
     make_expert_step: Callable[..., Any], backend: Backend
 ) -> None:
@@ -151,6 +152,7 @@ def test_an_adapter_full_of_nan_spoils_only_its_own_tokens(
     assert spoiled[1::4].isnan().all()
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # Triton's interpreter
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_token_of_nan_spoils_only_its_own_rows(
     make_expert_step: Callable[..., Any], backend: Backend, dtype: torch.dtype

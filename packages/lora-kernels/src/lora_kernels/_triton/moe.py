@@ -41,7 +41,7 @@ def moe_lora_(
         v_SPMR = _shrink(x_TI, weights, expert_routing, tile_size)
         if expert_routing.routing.has_repeated_tokens:
             tile_size = ROW_TILE  # a row of several pairs belongs to one program
-        _expand_(y_TKO, v_SPMR, weights, expert_routing, router_weights_TK, tile_size)
+        _expand_(y_TKO, v_SPMR, weights, expert_routing, router_weights_TK, tile_size=tile_size)
     return y_TKO
 
 
@@ -126,6 +126,7 @@ def _expand_(
     weights: ExpertWeights,
     expert_routing: ExpertRouting,
     router_weights_TK: Tensor | None,
+    *,
     tile_size: int,
 ) -> None:
     """Add the parts of v to the rows of y."""

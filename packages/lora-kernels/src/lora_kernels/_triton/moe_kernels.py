@@ -137,10 +137,7 @@ def moe_bgmv_shrink_kernel(
 
     offs_r = rank_block * BLOCK_R + tl.arange(0, BLOCK_R)
     mask_r = offs_r < rank
-    if HAS_ROW_X:
-        x_row = x_ptr + row * stride_xt
-    else:
-        x_row = x_ptr + token * stride_xt
+    x_row = x_ptr + (row if HAS_ROW_X else token) * stride_xt
     a_expert = a_ptr + slot.to(tl.int64) * stride_an + expert * stride_ax
     a_rows = a_expert + offs_r.to(tl.int64) * stride_ar + p.to(tl.int64) * stride_ap
 
