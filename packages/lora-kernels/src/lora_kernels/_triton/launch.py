@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +21,8 @@ from lora_kernels._triton.shrink import sgmv_shrink_kernel
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from lora_kernels.tiling import Tile
+
 TL_DTYPES = {
     torch.float32: tl.float32,
     torch.float16: tl.float16,
@@ -30,6 +32,15 @@ TL_DTYPES = {
 
 IS_INTERPRETED = isinstance(sgmv_shrink_kernel, InterpretedFunction)
 """Triton decides this once, when it is imported."""
+
+
+def launch_options(tile: Tile) -> dict[str, Any]:
+    """Return the options of a launch; a multiplication and an addition may round once together."""
+    return {
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+        "enable_fp_fusion": True,
+    }
 
 
 def check_device(op: str, tensor: Tensor) -> None:

@@ -13,7 +13,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from lora_kernels._triton.expand import bgmv_expand_kernel, sgmv_expand_kernel
-from lora_kernels._triton.launch import check_device, has_tf32, shrink_precision
+from lora_kernels._triton.launch import (
+    check_device,
+    has_tf32,
+    launch_options,
+    shrink_precision,
+)
 from lora_kernels._triton.shrink import bgmv_shrink_kernel, sgmv_shrink_kernel
 from lora_kernels.tables import ROW_TILE, SMALL_TILE
 from lora_kernels.tiling import choose_splits, expand_tile, shrink_tile
@@ -98,7 +103,7 @@ def shrink_splits(
         *x_TI.stride(),
         *a_RPNI.stride()[:3],
     )
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    options = launch_options(tile)
     with torch.cuda.device_of(x_TI):
         if tile_size == ROW_TILE:
             bgmv_shrink_kernel[grid](
@@ -160,8 +165,7 @@ def expand_splits_(
         "BLOCK_R": tile.block_r,
         "BLOCK_O": tile.block_o,
         "HAS_AFFINE": has_affine,
-        "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
+        **launch_options(tile),
     }
     with torch.cuda.device_of(y_TO):
         if tile_size == ROW_TILE:
