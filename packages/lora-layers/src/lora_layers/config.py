@@ -65,6 +65,17 @@ class LoraModelConfig:
     logits_modules: frozenset[str] = frozenset({"lm_head"})
     """Last name parts or full paths of the modules that see logits rows, not token rows."""
 
+    head_modules: frozenset[str] = frozenset({"score", "classifier"})
+    """Last name parts of the modules that are a classification head. It is wrapped whatever
+    `target_modules` says, and adapters may bring their own with other numbers of labels."""
+
+    max_labels: int | None = None
+    """Most labels an adapter's own head may have; None: as many as the base's head has."""
+
+    head_task_type: str | None = None
+    """PEFT's `task_type` that adapters with a head of their own must have been trained for, where
+    they name one; None accepts any."""
+
     moe_shared_loras: bool = False
     """Expert adapters share the factors next to the hidden state between experts (A of gate and
     up, B of down). Their slots are that much smaller, and other expert adapters are refused."""
@@ -111,6 +122,7 @@ def _size_problems(config: LoraModelConfig) -> list[str]:
         for name, value in (
             ("max_loras", config.max_loras),
             ("max_lora_rank", config.max_lora_rank),
+            ("max_labels", 1 if config.max_labels is None else config.max_labels),
         )
         if value < 1
     ]

@@ -124,6 +124,8 @@ class PreparedAdapter:
     """Bytes of all tensors, true ranks, nothing padded, a tensor shared by slices counted once."""
     is_linear: bool
     """Whether it can take a scale other than 1, or be one of a weighted set."""
+    num_labels: int | None
+    """Labels of its own classification head; None without one."""
     digest: str
     """The adapter's digest; empty for a dummy."""
     source: str
@@ -131,7 +133,11 @@ class PreparedAdapter:
 
 
 def make_prepared(
-    contents: Mapping[str, Content], *, digest: str = "", source: str = ""
+    contents: Mapping[str, Content],
+    *,
+    num_labels: int | None = None,
+    digest: str = "",
+    source: str = "",
 ) -> PreparedAdapter:
     """Wrap the contents of all modules up with their rank and size."""
     return PreparedAdapter(
@@ -139,6 +145,7 @@ def make_prepared(
         rank=max((content.rank for content in contents.values()), default=0),
         nbytes=_count_bytes(contents.values()),
         is_linear=all(content.is_linear for content in contents.values()),
+        num_labels=num_labels,
         digest=digest,
         source=source,
     )

@@ -6,12 +6,13 @@ Knows modules, paths and slots; nothing of adapters or keys.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from lora_kernels import StackedWeights
+from lora_layers.heads import find_heads
 from lora_layers.targets import (
     Site,
     TargetFilter,
@@ -24,6 +25,7 @@ from lora_layers.targets import (
     why_not_wrappable,
 )
 from lora_layers.wrappers import (
+    ClassificationHeadWithLora,
     ExpertStack,
     LoraEmbedding,
     LoraExperts,
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from lora_layers.config import LoraModelConfig
+    from lora_layers.heads import Head
     from lora_layers.step import StepState
 
 logger = logging.getLogger(__name__)
@@ -88,6 +91,8 @@ class Injection:
     """Path of each module or packed group -> its slots."""
     merged: set[str] = field(default_factory=set)
     """Paths of modules whose weight is merged with a pair for the rows of an adapter."""
+    heads: tuple[Head, ...] = ()
+    """The classification heads; adapters can bring their own where there is exactly one."""
     groups: list[PackedGroup] = field(default_factory=list)
     """The packed groups."""
     replaced: list[Site] = field(default_factory=list)
@@ -123,11 +128,13 @@ class Injector:
         self._unsupported = {path: why for path, why in reasons.items() if why is not None}
         check_targets(self._filter, self._sites, self._unsupported)
         self._aliases: dict[str, str] = {}
+        self._heads = find_heads(self._sites, config.head_modules)
+        self._head_paths = {path for head in self._heads for path in head.member_paths}
         self._places = self._find_places()
         self._passing = [places for places in self._places if self._passes(places)]
         first = [places[0] for places in self._places if not self._passes(places)]
         left_out = {site.path: shape_of(site.module) for site in first}
-        self._injection = Injection(left_out=left_out)
+        self._injection = Injection(left_out=left_out, heads=self._heads)
 
     @property
     def device(self) -> torch.device | None:
@@ -157,8 +164,14 @@ class Injector:
     def _is_logits(self, site: Site) -> bool:
         return not self._config.logits_modules.isdisjoint((site.name, site.path))
 
+    def _is_label_layer(self, site: Site) -> bool:
+        """Whether adapters may bring the module with rows of their own number."""
+        return len(self._heads) == 1 and site.path == self._heads[0].label_path
+
     def _passes(self, places: Sequence[Site]) -> bool:
-        return any(self._filter.passes(site.path) for site in places)
+        return any(
+            site.path in self._head_paths or self._filter.passes(site.path) for site in places
+        )
 
     def _inject_groups(self, step: StepState) -> set[str]:
         """Wrap packed groups; return the paths of their members."""
@@ -249,6 +262,8 @@ class Injector:
         elif read_linear_shape(site.module) is None:
             wrapper = LoraMerged(site.module, stack)
             self._injection.merged.add(site.path)
+        elif self._is_label_layer(site):
+            wrapper = ClassificationHeadWithLora(site.module, stack, self._prepacked(site.module))
         else:
             wrapper = LoraLinear(site.module, stack, self._prepacked(site.module))
         self._replace(places, wrapper)
@@ -293,6 +308,8 @@ class Injector:
 
     def _record_shape(self, site: Site) -> ModuleShape | ExpertShape:
         shape = shape_of(site.module)
+        if isinstance(shape, ModuleShape) and self._is_label_layer(site):
+            shape = replace(shape, max_out_features=self._config.max_labels or shape.out_features)
         self._injection.shapes[site.path] = shape
         if isinstance(shape, ModuleShape):
             self._injection.bases[site.path] = base_tensors(site.module)

@@ -82,6 +82,7 @@ class LoraModelManager:
             self._report,
             max_rank=config.max_lora_rank,
             target_modules=config.target_modules,
+            head_task_type=config.head_task_type,
         )
         self._stager = Stager(device)
         self._writer = SlotWriter(self._injection.stacks, self._step)
@@ -223,6 +224,25 @@ class LoraModelManager:
             UnknownKeyError: it is not registered.
         """
         return self._cache.get(key).is_linear
+
+    def num_labels(self, keys: Collection[str] = ()) -> int | None:
+        """Return how many columns of the head's output belong to a row of these adapters.
+
+        Args:
+            keys: adapters of the row; none for the base.
+
+        Returns:
+            Labels of the adapter's own head, else of the base's; None for a model without one.
+
+        Raises:
+            UnknownKeyError: one of them is not registered.
+        """
+        own = [self._cache.get(key).num_labels for key in keys]
+        heads = self._injection.heads
+        if len(heads) != 1:
+            return None
+        base = self._injection.bases[heads[0].label_path].weight.shape[0]
+        return next((labels for labels in own if labels is not None), base)
 
     def residency(self, key: str) -> Residency:
         """Where an adapter is: in a slot, in host memory, or in neither."""

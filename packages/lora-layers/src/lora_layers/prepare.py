@@ -14,6 +14,7 @@ import torch
 from lora_layers.content import Content, PreparedAdapter, SlotContent, make_prepared
 from lora_layers.errors import AdapterMismatchError
 from lora_layers.prepare_experts import ExpertLayout
+from lora_layers.prepare_heads import HeadRules
 from lora_layers.wrappers import ExpertStack, SlotStack
 from lora_weights import (
     FullModule,
@@ -68,6 +69,7 @@ class AdapterPreparer:
         *,
         max_rank: int,
         target_modules: frozenset[str] | None,
+        head_task_type: str | None = None,
     ) -> None:
         self._shapes: dict[str, ModuleShape | ExpertShape] = {
             **injection.shapes,
@@ -95,6 +97,7 @@ class AdapterPreparer:
         }
         self._embed_scales = dict(injection.embed_scales)
         self._merged = frozenset(injection.merged)
+        self._heads = HeadRules(injection.heads, task_type=head_task_type)
         self._report = report
         self._max_rank = max_rank
         self._target_modules = target_modules
@@ -118,13 +121,19 @@ class AdapterPreparer:
             )
         except InvalidAdapterError as error:
             problems += [self._explain(problem) for problem in error.problems]
+        problems += self._heads.problems(parts, adapter.config)
         contents: dict[str, Content] = {}
         if not problems:
             contents, problems = self._pack(parts)
         problems += _numeric_problems(contents) if not problems else []
         if problems:
             raise AdapterMismatchError(problems, source=adapter.source)
-        return make_prepared(contents, digest=adapter.digest, source=adapter.source)
+        return make_prepared(
+            contents,
+            num_labels=self._heads.num_labels(parts),
+            digest=adapter.digest,
+            source=adapter.source,
+        )
 
     def _pack(self, parts: Mapping[str, BoundPart]) -> tuple[dict[str, Content], list[Problem]]:
         """Sort the parts into the slices of the stacks; a stack without any is left out."""

@@ -53,8 +53,8 @@ class FullModules:
             x: inputs, `[T, I]`.
             routing: the step's entries.
         """
-        for slot, rows in self._touched(routing):
-            for full, (start, end) in zip(self._by_slot[slot], self._ranges, strict=True):
+        for fulls, rows in self.touched(routing):
+            for full, (start, end) in zip(fulls, self._ranges, strict=True):
                 if full is not None:
                     y[rows, start:end] = functional.linear(x[rows], full.weight, full.bias)
 
@@ -66,16 +66,17 @@ class FullModules:
             token_ids: `[T]`.
             routing: the step's entries.
         """
-        for slot, rows in self._touched(routing):
-            (full,) = self._by_slot[slot]
+        for (full,), rows in self.touched(routing):
             assert full is not None
             y[rows] = functional.embedding(token_ids[rows], full.weight)
 
-    def _touched(self, routing: Routing) -> list[tuple[int, slice | Tensor]]:
-        """Return the slots of this step with replacements, each with the rows it is for."""
+    def touched(
+        self, routing: Routing
+    ) -> list[tuple[tuple[FullModule | None, ...], slice | Tensor]]:
+        """Return the replacements this step uses, `P` at a time, with the rows each is for."""
         if not self._by_slot:
             return []
-        found: list[tuple[int, slice | Tensor]] = []
+        found: list[tuple[tuple[FullModule | None, ...], slice | Tensor]] = []
         for segment in routing.segments:
             if segment.slot in self._by_slot and segment.end > segment.start:
                 first, count = segment.first_token, segment.end - segment.start
@@ -84,7 +85,7 @@ class FullModules:
                     if first is None
                     else slice(first, first + count)
                 )
-                found.append((segment.slot, rows))
+                found.append((self._by_slot[segment.slot], rows))
         return found
 
 
