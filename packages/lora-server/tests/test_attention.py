@@ -25,7 +25,7 @@ from lora_server.model.kv_cache import KvCache, KvShape
 
 AUTO_MODEL: Any = AutoModelForCausalLM  # its functions have no annotations
 BLOCK = 4
-Models = tuple[Any, Any, PagedAttention, list[KvShape]]
+Models = tuple[Any, Any, PagedAttention, dict[int, KvShape]]
 Row = tuple[list[int], int, list[int]]
 """Token ids, tokens computed before, block ids."""
 SMALL: dict[str, Any] = {
@@ -74,7 +74,7 @@ def models(request: pytest.FixtureRequest) -> Models:
     with torch.inference_mode():
         one = torch.zeros((1, 1), dtype=torch.int64)
         paged(input_ids=one, position_ids=one, use_cache=False)
-    shapes = [attention.seen[i] for i in range(2)]
+    shapes = dict(attention.seen)
     return eager, paged, attention, shapes
 
 
@@ -163,7 +163,7 @@ def test_a_packed_step_of_chunks_and_decodes_equals_each_sequence_alone(models: 
 def test_the_store_returns_what_was_written() -> None:
     shape = KvShape(num_kv_heads=2, head_dim=3, value_head_dim=3)
     cache = KvCache(
-        [shape], num_blocks=4, block_size=2, dtype=torch.float32, device=torch.device("cpu")
+        {0: shape}, num_blocks=4, block_size=2, dtype=torch.float32, device=torch.device("cpu")
     )
     key, value = torch.randn(3, 2, 3), torch.randn(3, 2, 3)
 

@@ -134,7 +134,7 @@ def build_core(
         tokenizer=cast("Any", None),  # the engine works on token ids
         text_config=module.config,
         attention=attention,
-        kv_shapes=tuple(attention.seen[i] for i in range(2)),
+        kv_shapes=dict(attention.seen),
         dtype=torch.float32,
         device=torch.device("cpu"),
         vocab_size=VOCAB,
@@ -157,8 +157,8 @@ def build_core(
         )
     )
     admission = AdapterAdmission(manager, host_capacity=host, fetch=lambda _digest, _path: None)
-    for adapter in adapters.values():
-        admission.add(adapter.digest, manager.prepare(adapter), "unused")
+    for name, adapter in adapters.items():
+        admission.add(adapter.digest, manager.prepare(adapter), "unused", name=name)
     ticks = iter(range(10**9))
     return EngineCore(
         model=model,

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,11 +31,14 @@ class KvShape:
 
 
 class KvCache:
-    """Keys and values of every layer, `[num_blocks, block_size, 2, kv heads, head width]` each."""
+    """Keys and values of every attention layer.
+
+    `[num_blocks, block_size, 2, kv heads, head width]` each.
+    """
 
     def __init__(
         self,
-        shapes: Sequence[KvShape],
+        shapes: Mapping[int, KvShape],
         *,
         num_blocks: int,
         block_size: int,
@@ -44,17 +47,17 @@ class KvCache:
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.layers = [
-            _lazy_zeros(
+        self.layers = {
+            layer: _lazy_zeros(
                 (num_blocks, block_size, 2, shape.num_kv_heads, shape.head_dim), dtype, device
             )
-            for shape in shapes
-        ]
+            for layer, shape in shapes.items()
+        }
 
     @property
     def size_bytes(self) -> int:
         """Bytes of all layers."""
-        return sum(layer.nbytes for layer in self.layers)
+        return sum(layer.nbytes for layer in self.layers.values())
 
     def write(
         self, layer: int, token_slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -73,7 +76,7 @@ class KvCache:
 
     def clear(self, blocks: Sequence[int]) -> None:
         """Write zeros over whole blocks in every layer."""
-        for layer in self.layers:
+        for layer in self.layers.values():
             layer[list(blocks)] = 0
 
     def read(self, layer: int, blocks: torch.Tensor) -> torch.Tensor:

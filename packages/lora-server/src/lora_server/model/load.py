@@ -20,7 +20,7 @@ from lora_server.errors import StartupError
 from .attention import PagedAttention
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
@@ -39,8 +39,8 @@ class LoadedModel:
     text_config: PreTrainedConfig
     """Sizes of the language model."""
     attention: PagedAttention
-    kv_shapes: tuple[KvShape, ...]
-    """One a layer."""
+    kv_shapes: Mapping[int, KvShape]
+    """Layer -> what it keeps for a token; layers without attention are left out."""
     dtype: torch.dtype
     device: torch.device
     vocab_size: int
@@ -53,7 +53,7 @@ class LoadedModel:
     @property
     def kv_token_bytes(self) -> int:
         """Bytes of keys and values a token takes over all layers."""
-        return sum(shape.token_bytes(self.dtype) for shape in self.kv_shapes)
+        return sum(shape.token_bytes(self.dtype) for shape in self.kv_shapes.values())
 
     def use_cache(self, cache: KvCache) -> None:
         """Keep keys and values in `cache` from now on."""
@@ -147,25 +147,46 @@ def load_model(path: str, *, dtype: str = "auto", device: str = "auto") -> Loade
 
 def _probe_shapes(
     module: Any, attention: PagedAttention, config: PreTrainedConfig, device: torch.device
-) -> tuple[KvShape, ...]:
-    """Run one token through the model to see what each of its layers would keep."""
-    with torch.inference_mode():
-        one = torch.zeros((1, 1), dtype=torch.int64, device=device)
-        module(input_ids=one, position_ids=one, use_cache=False)
-    seen = attention.seen
-    num_layers = int(config.num_hidden_layers)
-    if sorted(seen) != list(range(num_layers)):
+) -> dict[int, KvShape]:
+    """Run two tokens through the model to see what each of its layers would keep.
+
+    Raises:
+        StartupError: some layer keeps what paged keys and values cannot hold.
+    """
+    name = type(module).__name__
+    is_stateless = _is_stateless(module, device)
+    seen = dict(sorted(attention.seen.items()))
+    if not seen or not is_stateless:
         problem = (
-            f"{type(module).__name__}: {len(seen)} of {num_layers} layers keep keys and values;"
+            f"{name}: {len(seen)} of {config.num_hidden_layers} layers keep keys and values;"
             " layers with another kind of state cannot be served"
         )
         raise StartupError([problem])
     unequal = [i for i, shape in seen.items() if shape.head_dim != shape.value_head_dim]
     if unequal:
-        raise StartupError(
-            [f"{type(module).__name__}: keys and values differ in width in layers {unequal}"]
-        )
-    return tuple(seen[i] for i in range(num_layers))
+        raise StartupError([f"{name}: keys and values differ in width in layers {unequal}"])
+    return seen
+
+
+_STATE_TOLERANCE = 0.05
+"""Relative difference that products over one row and over two may have in bfloat16; a state that
+passes from one token to the next changes logits by much more."""
+
+
+@torch.inference_mode()
+def _is_stateless(module: Any, device: torch.device) -> bool:
+    """Whether tokens reach each other through attention only.
+
+    While shapes are probed the attention function answers zeros, so that a token's logits must not
+    depend on the token before it: a convolution or a recurrence would show.
+    """
+    first, second = 3, 1
+    pair = torch.tensor([[first, second]], device=device)
+    start = torch.zeros_like(pair)
+    packed = module(input_ids=pair, position_ids=start, use_cache=False).logits[0, 1].float()
+    alone = module(input_ids=pair[:, 1:], position_ids=start[:, 1:], use_cache=False).logits[0, 0]
+    difference = torch.linalg.vector_norm(packed - alone.float())
+    return bool(difference <= _STATE_TOLERANCE * torch.linalg.vector_norm(packed))
 
 
 def _end_tokens(module: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
