@@ -74,7 +74,7 @@ def normal(*shape: int, seed: int) -> Tensor:
 def wrap(module: nn.Module, **options: object) -> tuple[LoraModelManager, dict[str, Tensor]]:
     """Return a wrapped model with random weights, and a copy of its state."""
     for number, parameter in enumerate(module.parameters()):
-        parameter.requires_grad_(requires_grad=False)
+        parameter.requires_grad = False
         parameter.copy_(normal(*parameter.shape, seed=number) * 0.3)
     state = {name: value.clone().double() for name, value in module.state_dict().items()}
     values = {"max_loras": 4, "max_lora_rank": 4, "max_labels": 9} | options
