@@ -58,8 +58,11 @@ class Stats:
 
     num_running: int = 0
     num_waiting: int = 0
+    num_waiting_for_slot: int = 0
+    num_waiting_for_load: int = 0
     kv_blocks_total: int = 10
     kv_blocks_used: int = 0
+    kv_blocks_kept: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
     preemptions: int = 0

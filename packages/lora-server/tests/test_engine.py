@@ -342,7 +342,7 @@ def test_a_scale_that_overflows_spoils_no_neighbour_and_no_later_request(
     assert tokens_of(first["good"]) == oracle.greedy((("b", 1.0),), PROMPTS[0], 6)
     for i, prompt in enumerate(PROMPTS * 2):
         assert tokens_of(later[f"l{i}"]) == oracle.greedy((), prompt, 6)
-    assert all(layer.isfinite().all() for layer in cache_of(core).layers)
+    assert all(layer.isfinite().all() for layer in cache_of(core).layers.values())
 
 
 def test_a_fetched_adapter_waits_for_room_in_a_full_host_tier(

@@ -28,12 +28,14 @@ class Tier:
     evictions: int = 3
     loads: int = 2
     load_s: float = 1.5
+    load_failures: int = 6
 
 
 @dataclass(frozen=True)
 class Cache:
     device: Tier = field(default_factory=Tier)
     host: Tier = field(default_factory=lambda: Tier(hits=50))
+    slots_placing: int = 3
     slots_pinned: int = 1
     slots_leased: int = 2
     device_bytes: int = 100
@@ -44,8 +46,11 @@ class Cache:
 class Engine:
     num_running: int = 3
     num_waiting: int = 2
+    num_waiting_for_slot: int = 1
+    num_waiting_for_load: int = 0
     kv_blocks_total: int = 8
     kv_blocks_used: int = 2
+    kv_blocks_kept: int = 4
     prefix_queries: int = 40
     prefix_hits: int = 10
     preemptions: int = 1

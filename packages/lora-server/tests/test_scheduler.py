@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from lora_cache import Lease
+    from lora_server.engine.scheduler import SlotUser
 
 
 class NoCopies:
@@ -30,30 +31,45 @@ class NoCopies:
 class Gate:
     """Adapter admission over a real cache in which every adapter is already in the host tier."""
 
-    def __init__(self, num_slots: int, names: str) -> None:
+    def __init__(
+        self, num_slots: int, names: Iterable[str], *, writes_at_once: bool = True
+    ) -> None:
+        self.writes: list[tuple[str, int]] = []
+        self.writes_at_once = writes_at_once
         self.cache: AdapterCache[str, str] = AdapterCache(
             placer=NoCopies(), num_slots=num_slots, max_host=64
         )
         for name in names:
             self.cache.register(name, name, size_bytes=1)
 
-    def prefetch(self, sequences: Iterable[SequenceState]) -> None:
+    def prefetch(self, users: Iterable[SlotUser]) -> None:
         """All are resident."""
 
-    def failure(self, sequence: SequenceState) -> Exception | None:
-        return None
+    def failure(self, user: SlotUser) -> Exception | None:
+        return None if user.lease is None else user.lease.failure
 
     def forget_failures(self) -> None:
-        """None fail."""
+        """None are remembered."""
 
-    def is_runnable(self, sequence: SequenceState) -> bool:
+    def is_runnable(self, user: SlotUser) -> bool:
         return True
 
-    def can_admit(self, sequence: SequenceState) -> bool:
-        return self.cache.can_admit(sequence.adapter_digests)
+    def can_admit(self, user: SlotUser) -> bool:
+        return self.cache.can_admit(user.adapter_digests)
 
-    def acquire(self, sequence: SequenceState) -> Lease[str] | None:
-        return self.cache.acquire(sequence.adapter_digests) if sequence.adapters else None
+    def begin(self, user: SlotUser) -> Lease[str]:
+        """Hold the slots; `write` says when they are written."""
+        lease, moves = self.cache.begin(user.adapter_digests)
+        self.writes += [(move.key, move.slot) for move in moves]
+        if self.writes_at_once:
+            self.write()
+        return lease
+
+    def write(self) -> None:
+        """Write all slots that wait for it."""
+        for key, slot in self.writes:
+            self.cache.finish(key, slot)
+        self.writes.clear()
 
     def is_pinned(self, digest: str) -> bool:
         return self.cache.is_pinned(digest)

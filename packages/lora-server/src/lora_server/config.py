@@ -302,6 +302,14 @@ class ServerConfig:
             unset="all",
         ),
     )
+    allow_pin_all: bool = field(
+        default=False,
+        metadata=about(
+            "Let pins take every slot; requests for other adapters are then refused.",
+            _LORA,
+            OptionKind.SWITCH,
+        ),
+    )
     max_adapter_wait: float = field(
         default=2.0,
         metadata=about(

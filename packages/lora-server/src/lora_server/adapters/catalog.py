@@ -19,7 +19,6 @@ from lora_cache import CacheError, Residency
 from lora_server.errors import (
     AdapterAlreadyLoadedError,
     DigestMismatchError,
-    InvalidAdapterRequestError,
     InvalidRequestError,
     ModelNotFoundError,
     StartupError,
@@ -29,6 +28,7 @@ from lora_server.lora_modules import LoraModule, adapter_name_problem
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+    from concurrent.futures import Future
 
     from lora_server.engine.admission import AdapterAdmission
     from lora_server.engine.driver import Engine
@@ -133,7 +133,7 @@ class AdapterCatalog:
         for module in modules:
             try:
                 found = self._require_loader().read(module.path)
-                self._engine.call(partial(_add, found=found)).result()
+                self._engine.call(partial(_add, found=found, name=module.name)).result()
             except Exception as error:  # noqa: BLE001 - every adapter's failure is listed
                 problems.append(f"adapter {module.name!r}: {error}")
                 continue
@@ -172,9 +172,9 @@ class AdapterCatalog:
             loop = asyncio.get_running_loop()
             found = await loop.run_in_executor(loader.threads, loader.read, real)
             with self.hold([found.digest]):
-                await self._on_engine(lambda core: _add(core, found))
+                await self._on_engine(lambda core: _add(core, found, name))
                 if pinned:
-                    await self._on_engine(lambda core: _pin(core, found.digest))
+                    await self._pin(found.digest, replaced=self._only_digest_of(name))
                 self._set_entry(name, found, None)
         return await self.card(name)
 
@@ -191,16 +191,17 @@ class AdapterCatalog:
             _log.info("Unloaded LoRA adapter %r digest=%s", name, entry.digest[:12])
 
     async def pin(self, name: str) -> AdapterCard:
-        """Keep an adapter in its slot.
+        """Keep an adapter in its slot, waiting for one as requests do.
 
         Raises:
             UnknownAdapterError: no adapter has exactly this name.
-            InvalidRequestError: pins and running requests leave no slot for it.
+            InvalidRequestError: other pins leave no slot for it.
+            EngineError: it could not be read again from where it was loaded.
         """
         async with self._serialised(name):
             entry = self._entry(name)
-            await self._make_resident(entry)
-            await self._on_engine(lambda core: _pin(core, entry.digest))
+            with self.hold([entry.digest]):
+                await self._pin(entry.digest)
         return await self.card(name)
 
     async def unpin(self, name: str) -> AdapterCard:
@@ -288,7 +289,7 @@ class AdapterCatalog:
         self._holds[digest] -= 1
         if self._holds[digest] == 0:
             del self._holds[digest]
-            self._engine.call(lambda core: _retire(core, digest))
+            self._engine.call(lambda core: core.retire(digest))
 
     def _require_loader(self) -> AdapterLoader:
         if self._loader is None:
@@ -296,26 +297,27 @@ class AdapterCatalog:
         return self._loader
 
     async def _on_engine(self, function: Callable[[EngineCore], R]) -> R:
+        return await self._answer(self._engine.call(function))
+
+    async def _answer(self, future: Future[R]) -> R:
+        """Wait for the engine; what its cache refuses is the caller's mistake."""
         try:
-            return await asyncio.wrap_future(self._engine.call(function))
+            return await asyncio.wrap_future(future)
         except CacheError as error:
             raise InvalidRequestError(str(error), param="lora_name") from error
 
-    async def _make_resident(self, entry: AdapterEntry) -> None:
-        """Bring a version back from the disk into the host tier."""
-        states = await self._on_engine(lambda core: _states(core, [entry.digest]))
-        if states[entry.digest].residency is not Residency.DISK:
-            return
-        loader = self._require_loader()
-        loop = asyncio.get_running_loop()
-        found = await loop.run_in_executor(loader.threads, loader.read, entry.path)
-        if found.digest != entry.digest:
-            raise InvalidAdapterRequestError(
-                f"{entry.path} now holds version {found.digest[:12]}, not {entry.digest[:12]}:"
-                " load it again under its name",
-                param="lora_name",
-            )
-        await self._on_engine(lambda core: _add(core, found))
+    async def _pin(self, digest: str, *, replaced: str | None = None) -> None:
+        """Pin a version once a slot is free for it, in place of the pin of `replaced`."""
+        outcome = await self._on_engine(lambda core: _claim_pin(core, digest, replaced))
+        await self._answer(outcome)
+
+    def _only_digest_of(self, name: str) -> str | None:
+        """The version that stands for this name and for no other."""
+        entry = self._entries.get(name)
+        if entry is None:
+            return None
+        others = (e.digest for e in self._entries.values() if e.name != name)
+        return None if entry.digest in others else entry.digest
 
     @asynccontextmanager
     async def _serialised(self, name: str) -> AsyncIterator[None]:
@@ -345,17 +347,14 @@ def _admission(core: EngineCore) -> AdapterAdmission:
     return core.adapters
 
 
-def _add(core: EngineCore, found: ReadAdapter) -> None:
-    _admission(core).add(found.digest, found.prepared, found.path)
+def _add(core: EngineCore, found: ReadAdapter, name: str) -> None:
+    _admission(core).add(found.digest, found.prepared, found.path, name=name)
 
 
-def _retire(core: EngineCore, digest: str) -> None:
-    if core.adapters is not None:
-        core.adapters.retire(digest)
-
-
-def _pin(core: EngineCore, digest: str) -> None:
-    _admission(core).manager.pin(digest)
+def _claim_pin(core: EngineCore, digest: str, replaced: str | None) -> Future[None]:
+    admission = _admission(core)
+    admission.check_pin(digest, replaced=replaced)
+    return core.claim_slot(digest, partial(admission.pin, digest, replaced=replaced))
 
 
 def _unpin(core: EngineCore, digest: str) -> None:

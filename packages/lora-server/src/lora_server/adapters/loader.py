@@ -6,10 +6,15 @@ Knows nothing of names: what comes in is a folder, what goes out is ready for th
 from __future__ import annotations
 
 import logging
+import os
+import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import torch
 
 from lora_layers import AdapterMismatchError
 from lora_server.errors import InvalidAdapterRequestError, RequestError, UnknownAdapterError
@@ -24,13 +29,14 @@ from lora_weights import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-    import torch
-
     from lora_layers import LoraModelManager, PreparedAdapter
     from lora_server.engine.driver import Engine
     from lora_server.engine.step import EngineCore
 
 _log = logging.getLogger(__name__)
+
+_NICENESS = 10
+"""Of the threads that read: where cores are short they get a tenth of what the engine gets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +66,9 @@ class AdapterLoader:
         self._manager = manager
         self._dtype = dtype
         self._max_rank = max_rank
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="adapter-load")
+        self._threads = ThreadPoolExecutor(
+            num_threads, thread_name_prefix="adapter-load", initializer=_step_back
+        )
 
     @property
     def threads(self) -> ThreadPoolExecutor:
@@ -128,3 +136,10 @@ class AdapterLoader:
     def close(self) -> None:
         """Drop what has not begun; a read in progress ends by itself."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _step_back() -> None:
+    """Let the thread that calls this give way to the engine's, which somebody waits for."""
+    torch.set_num_threads(1)
+    if sys.platform == "linux":  # elsewhere priorities belong to processes
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

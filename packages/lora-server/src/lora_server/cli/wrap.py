@@ -35,7 +35,9 @@ def wrap_model(model: LoadedModel, config: ServerConfig) -> LoraModelManager:
                 fused_modules=fused_modules(model.text_config),
                 moe_shared_loras=config.enable_moe_shared_loras,
                 prepack_linear=model.device.type == "cpu" and model.dtype == torch.bfloat16,
+                allow_pin_all=config.allow_pin_all,
             ),
+            is_paced=True,
         )
     except LayerError as error:
         raise StartupError([str(error)]) from error

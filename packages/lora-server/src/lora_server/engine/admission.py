@@ -2,23 +2,26 @@
 
 An adapter is fetched into the host tier while its requests wait, beside the running steps; a
 request becomes runnable when all its adapters are there, and runs when they also fit in the slots
-beside the leased and pinned ones. Knows nothing of KV blocks or token budgets.
+beside the leased and pinned ones. Slots are written between steps, for a part of a step's time.
+Knows nothing of KV blocks or token budgets.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from lora_cache import HostTierFullError
-from lora_server.errors import EngineError, UnknownAdapterError
+from lora_server.errors import EngineError, InvalidRequestError, UnknownAdapterError
 
 if TYPE_CHECKING:
     from lora_cache import Lease
     from lora_layers import LoraModelManager, PreparedAdapter
 
-    from .sequence import SequenceState
+    from .scheduler import SlotUser
 
 _log = logging.getLogger(__name__)
 
@@ -30,11 +33,30 @@ Fetch = Callable[[str, str], None]
 class AdapterAdmission:
     """The adapters the engine may be asked for, by digest. Owned by the engine thread."""
 
-    def __init__(self, manager: LoraModelManager, *, host_capacity: int, fetch: Fetch) -> None:
+    def __init__(
+        self,
+        manager: LoraModelManager,
+        *,
+        host_capacity: int,
+        fetch: Fetch,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Start without adapters.
+
+        Args:
+            manager: both tiers, and the slots.
+            host_capacity: adapters that the host tier holds.
+            fetch: starts a background read.
+            clock: seconds, for the time spent on writing slots.
+        """
         self._manager = manager
         self._host_capacity = host_capacity
         self._fetch = fetch
+        self._clock = clock
+        self._writing_ends_s = -math.inf
         self._path_of: dict[str, str] = {}
+        self._name_of: dict[str, str] = {}
+        """For messages: the name under which each version was loaded last."""
         self._fetching: set[str] = set()
         self._arrived: dict[str, PreparedAdapter] = {}
         """Fetched, but the host tier was full of leased and pinned adapters."""
@@ -45,60 +67,147 @@ class AdapterAdmission:
         """The manager of the model's adapters."""
         return self._manager
 
-    def add(self, digest: str, prepared: PreparedAdapter, path: str) -> None:
-        """Put a checked adapter in the host tier; `path` is where it can be read again."""
+    @property
+    def is_placing(self) -> bool:
+        """Whether an adapter is on its way into its slot."""
+        return self._manager.is_placing
+
+    def add(self, digest: str, prepared: PreparedAdapter, path: str, *, name: str) -> None:
+        """Put a checked adapter in the host tier.
+
+        When leased adapters fill the tier it stays on the disk, where a request will find it.
+
+        Args:
+            digest: the version.
+            prepared: what was read of it.
+            path: where it can be read again.
+            name: what it is called in messages.
+
+        Raises:
+            HostTierFullError: pinned adapters leave no room, or it is larger than the tier.
+        """
         if digest not in self._manager and not self._manager.restore(digest):
-            self._manager.register(digest, prepared)
+            try:
+                self._manager.register(digest, prepared)
+            except HostTierFullError as error:
+                if set(error.kept) <= set(self._manager.pinned_keys()):
+                    raise
         self._failures.pop(digest, None)
         self._path_of[digest] = path
+        self._name_of[digest] = name
 
     def retire(self, digest: str) -> None:
         """Refuse the adapter to new requests and free it once the last running one has ended."""
         self._path_of.pop(digest, None)
+        self._name_of.pop(digest, None)
         self._failures.pop(digest, None)
         self._arrived.pop(digest, None)
         if digest in self._manager:
             self._manager.remove(digest)
 
-    def failure(self, sequence: SequenceState) -> Exception | None:
-        """Why the sequence can never run, or None."""
-        for digest in sequence.adapter_digests:
+    def check_pin(self, digest: str, *, replaced: str | None = None) -> None:
+        """Refuse a pin that would take the last slot from all other adapters.
+
+        Args:
+            digest: what is to be pinned.
+            replaced: a version whose pin ends with it.
+
+        Raises:
+            InvalidRequestError: it would; the pins are named.
+        """
+        pins = set(self._manager.pinned_keys()) - {digest, replaced}
+        config = self._manager.config
+        if len(pins) + 1 > config.max_loras - (0 if config.allow_pin_all else 1):
+            names = ", ".join(map(self.shown, sorted(pins))) or "none"
+            hint = "" if config.allow_pin_all else "; --allow-pin-all lets pins take every slot"
+            raise InvalidRequestError(
+                f"no slot is left to pin an adapter in: there are {config.max_loras}, and pinned "
+                f"are {names}{hint}",
+                param="lora_name",
+            )
+
+    def pin(self, digest: str, *, replaced: str | None = None) -> None:
+        """Pin an adapter that is in a slot, in place of the pin of `replaced`.
+
+        Raises:
+            InvalidRequestError: as `check_pin`; nothing changed then.
+        """
+        self.check_pin(digest, replaced=replaced)
+        if replaced is not None and replaced != digest and replaced in self._manager:
+            self._manager.unpin(replaced)
+        self._manager.pin(digest)
+
+    def shown(self, digest: str) -> str:
+        """Name a version in a message."""
+        return f"{self._name_of[digest]!r}" if digest in self._name_of else digest[:12]
+
+    def failure(self, user: SlotUser) -> Exception | None:
+        """Why it can never run, or None."""
+        for digest in user.adapter_digests:
             if digest in self._failures:
                 return self._failures[digest]
             if digest not in self._path_of:
                 return UnknownAdapterError(f"adapter version {digest[:12]} is no longer loaded")
+        if user.lease is not None and user.lease.failure is not None:
+            names = ", ".join(map(self.shown, sorted(user.adapter_digests)))
+            error = user.lease.failure
+            return EngineError(f"adapter {names} could not be written into its slot: {error}")
+        if user.lease is None and not self._manager.fits_beside_pins(user.adapter_digests):
+            return self._pinned_out(user)
         return None
 
-    def is_runnable(self, sequence: SequenceState) -> bool:
+    def _pinned_out(self, user: SlotUser) -> Exception:
+        names = ", ".join(map(self.shown, sorted(user.adapter_digests)))
+        pins = ", ".join(map(self.shown, self._manager.pinned_keys()))
+        num_slots = self._manager.config.max_loras
+        return InvalidRequestError(
+            f"adapter {names} finds no slot: there are {num_slots}, and pinned are {pins}",
+            param="model",
+        )
+
+    def is_runnable(self, user: SlotUser) -> bool:
         """Whether all adapters have been read, so that only room may be missing."""
-        known = sequence.adapter_digests
+        known = user.adapter_digests
         return all(digest in self._manager or digest in self._arrived for digest in known)
 
-    def can_admit(self, sequence: SequenceState) -> bool:
+    def can_admit(self, user: SlotUser) -> bool:
         """Whether all adapters fit in slots now, beside leased and pinned ones."""
         if self._arrived:
             self._settle()
-        return not sequence.adapter_digests or self._manager.can_admit(sequence.adapter_digests)
+        return not user.adapter_digests or self._manager.can_admit(user.adapter_digests)
 
-    def acquire(self, sequence: SequenceState) -> Lease[str] | None:
-        """Lease the slots of the sequence's adapters; None for a base request."""
-        if not sequence.adapter_digests:
-            return None
-        return self._manager.acquire(sequence.adapter_digests)
+    def begin(self, user: SlotUser) -> Lease[str]:
+        """Lease the slots of its adapters; those that are absent are written as time allows."""
+        lease = self._manager.begin(user.adapter_digests)
+        self._write_slots()
+        return lease
 
-    def prefetch(self, sequences: Iterable[SequenceState]) -> None:
+    def open_step(self, *, seconds: float) -> None:
+        """Let slots be written until `seconds` from now, at once as far as there is work."""
+        self._writing_ends_s = self._clock() + seconds
+        self._write_slots()
+
+    def finish_writing(self) -> None:
+        """Write every slot that waits for it; nothing else can run meanwhile."""
+        self._manager.advance()
+
+    def _write_slots(self) -> None:
+        if self._manager.has_slot_work:
+            self._manager.advance(max(self._writing_ends_s - self._clock(), 0.0))
+
+    def prefetch(self, users: Iterable[SlotUser]) -> None:
         """Start fetching what the first sequences need, one more than the host tier can hold.
 
         The one more waits for room: its request counts as runnable, so that it is not passed over
         for ever while leased adapters fill the host tier.
 
         Args:
-            sequences: running ones first, then waiting ones in the order they will be admitted.
+            users: running sequences first, then who waits, in the order of arrival.
         """
         window: dict[str, None] = {}
         limit = self._host_capacity + 1
-        for sequence in sequences:
-            window.update(dict.fromkeys(sequence.adapter_digests))
+        for user in users:
+            window.update(dict.fromkeys(user.adapter_digests))
             if len(window) >= limit:
                 break
         wanted = list(window)[:limit]
@@ -118,9 +227,10 @@ class AdapterAdmission:
         if digest not in self._path_of:
             return
         if isinstance(result, Exception):
-            _log.error("adapter %s could not be read again: %s", digest[:12], result)
+            shown = self.shown(digest)
+            _log.error("adapter %s (%s) could not be read again: %s", shown, digest[:12], result)
             self._failures[digest] = EngineError(
-                f"adapter version {digest[:12]} could not be read again: {result}"
+                f"adapter {shown} (version {digest[:12]}) could not be read again: {result}"
             )
         elif digest not in self._manager:
             self._arrived[digest] = result

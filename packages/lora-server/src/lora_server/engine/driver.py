@@ -151,6 +151,7 @@ class Engine:
     def _take_commands(self) -> None:
         """Run what was sent; sleep when there is nothing to compute."""
         if not self._core.has_work:
+            self._core.rest()
             self._inbox.get()()
         while not self._is_stopping:
             try:

@@ -31,6 +31,8 @@ class BlockPool:
         self._users = [0] * num_blocks
         self._key_of: dict[int, BlockKey] = {}
         self._block_of: dict[BlockKey, int] = {}
+        self._blocks_of_owner: dict[str, set[int]] = {}
+        self._owners_of: dict[int, frozenset[str]] = {}
 
     def __repr__(self) -> str:
         return f"BlockPool(blocks={self.num_blocks}, used={self.num_used}, kept={len(self._kept)})"
@@ -44,6 +46,11 @@ class BlockPool:
     def num_used(self) -> int:
         """Blocks with a user."""
         return self.num_blocks - self.num_available
+
+    @property
+    def num_findable(self) -> int:
+        """Blocks without a user that `find` may still return."""
+        return len(self._kept)
 
     def can_allocate(self, count: int) -> bool:
         """Whether `allocate(count)` would succeed."""
@@ -100,11 +107,28 @@ class BlockPool:
         """How many of `blocks` have no user, so that sharing them uses up availability."""
         return sum(1 for block in blocks if self._users[block] == 0)
 
-    def remember(self, block: int, key: BlockKey) -> None:
-        """Make a full, used block findable. The first block of a key wins."""
+    def remember(self, block: int, key: BlockKey, owners: frozenset[str] = frozenset()) -> None:
+        """Make a full, used block findable. The first block of a key wins.
+
+        Args:
+            block: which one.
+            key: what it holds.
+            owners: the adapters without any of which nobody will ask for that key.
+        """
         if self.keeps_prefixes and key not in self._block_of and block not in self._key_of:
             self._block_of[key] = block
             self._key_of[block] = key
+            self._owners_of[block] = owners
+            for owner in owners:
+                self._blocks_of_owner.setdefault(owner, set()).add(block)
+
+    def forget_owner(self, owner: str) -> None:
+        """Make the blocks of an adapter unfindable; those without a user become free."""
+        for block in self._blocks_of_owner.pop(owner, ()):
+            self._forget(block)
+            if block in self._kept:
+                del self._kept[block]
+                self._free.append(block)
 
     def forget(self, blocks: Sequence[int]) -> list[int]:
         """Make used blocks unfindable, because their contents are bad.
@@ -123,6 +147,13 @@ class BlockPool:
         self._kept.clear()
         self._key_of.clear()
         self._block_of.clear()
+        self._owners_of.clear()
+        self._blocks_of_owner.clear()
 
     def _forget(self, block: int) -> None:
         del self._block_of[self._key_of.pop(block)]
+        for owner in self._owners_of.pop(block):
+            blocks = self._blocks_of_owner.get(owner, set())
+            blocks.discard(block)
+            if not blocks:
+                self._blocks_of_owner.pop(owner, None)

@@ -1,47 +1,70 @@
 """Which sequences compute how many tokens in the next step.
 
-Running sequences come first, those that waited longest for a turn before the others; what is left
-of the token budget admits waiting ones in order of arrival. A sequence that is short of KV blocks
-takes them from the latest arrival, which starts over later (preemption by recomputation). A waiting
-request whose adapters do not fit is passed over, never waited for; after `max_adapter_wait_s` the
-adapter that has held its slot longest makes room.
+Running sequences come first; what is left of the token budget admits waiting ones. Among either,
+the adapter that had fewest tokens goes first, and within it who waited longest for a turn, or came
+first. A sequence that is short of KV blocks takes them from the latest arrival, which starts over
+later (preemption by recomputation). A waiting request whose adapters do not fit is passed over,
+never waited for: adapters that had more than their share admit nothing new meanwhile, and after
+`max_adapter_wait_s` the one that has held its slot longest makes room.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
+
+from .fairness import TokenShares
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from lora_cache import Lease
 
+    from .claims import SlotClaim
     from .kv import BlockPool
     from .sequence import SequenceState
+
+_CREDIT_STEPS = 4
+"""Full steps of tokens that an adapter may have in advance of the others."""
+
+
+class SlotUser(Protocol):
+    """Who waits for slots: a sequence, or a claim."""
+
+    runnable_since_s: float | None
+    """When its adapters were first in the host tier while it waited; None before."""
+
+    @property
+    def adapter_digests(self) -> frozenset[str]:
+        """Which adapters; empty for the base."""
+
+    @property
+    def lease(self) -> Lease[str] | None:
+        """Their slots, once they are promised."""
 
 
 class AdapterGate(Protocol):
     """What the scheduler asks about adapters; `AdapterAdmission` answers."""
 
-    def prefetch(self, sequences: Iterable[SequenceState]) -> None:
-        """Start fetching what these sequences need, the first ones first."""
+    def prefetch(self, users: Iterable[SlotUser]) -> None:
+        """Start fetching what these need, the first ones first."""
 
-    def failure(self, sequence: SequenceState) -> Exception | None:
-        """Why the sequence can never run, or None."""
+    def failure(self, user: SlotUser) -> Exception | None:
+        """Why it can never run, or None."""
 
     def forget_failures(self) -> None:
         """Let the next request for a failed adapter try again."""
 
-    def is_runnable(self, sequence: SequenceState) -> bool:
+    def is_runnable(self, user: SlotUser) -> bool:
         """Whether all its adapters are in the host tier."""
 
-    def can_admit(self, sequence: SequenceState) -> bool:
+    def can_admit(self, user: SlotUser) -> bool:
         """Whether all its adapters fit in slots now, beside leased and pinned ones."""
 
-    def acquire(self, sequence: SequenceState) -> Lease[str] | None:
-        """Lease the slots of its adapters; None for a base request."""
+    def begin(self, user: SlotUser) -> Lease[str]:
+        """Lease the slots of its adapters; they may still have to be written."""
 
     def is_pinned(self, digest: str) -> bool:
         """Whether the adapter must keep its slot."""
@@ -87,20 +110,40 @@ class Scheduler:
         """In order of arrival."""
         self.running: list[SequenceState] = []
         """In order of admission."""
+        self.claims: list[SlotClaim] = []
+        """In order of arrival."""
         self.num_preemptions = 0
         self.prefix_queries = 0
         """Prompt tokens that were looked up in the prefix cache."""
         self.prefix_hits = 0
         """Prompt tokens that were found there."""
-        self._draining: str | None = None
-        """The adapter whose slot an overdue request waits for; it admits nothing new."""
+        self._draining: set[str] = set()
+        """Adapters whose slots others wait for; they admit nothing new."""
+        self._shares = TokenShares(max_credit=_CREDIT_STEPS * limits.max_num_batched_tokens)
         self._num_steps = 0
         self._num_arrivals = 0
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any sequence is waiting or running."""
-        return bool(self.waiting or self.running)
+        """Whether any sequence is waiting or running, or a claim is open."""
+        return bool(self.waiting or self.running or self.claims)
+
+    @property
+    def num_waiting_for_slot(self) -> int:
+        """Waiting sequences that lack nothing but room, or the last copy, in adapter slots."""
+        gate = self._adapters
+        if gate is None:
+            return 0
+        return sum(
+            gate.is_runnable(s) and (s.lease is not None or not gate.can_admit(s))
+            for s in self.waiting
+        )
+
+    @property
+    def num_waiting_for_load(self) -> int:
+        """Waiting sequences whose adapters are being read."""
+        gate = self._adapters
+        return 0 if gate is None else sum(not gate.is_runnable(s) for s in self.waiting)
 
     def add(self, sequence: SequenceState) -> None:
         """Queue a new sequence."""
@@ -128,44 +171,59 @@ class Scheduler:
         ]
         for sequence, _ in failed:
             self.finish(sequence)
+        for claim in list(self.claims):
+            error = self._adapters.failure(claim)
+            if error is not None:
+                self.claims.remove(claim)
+                claim.fail(error)
         self._adapters.forget_failures()
         return failed
+
+    def fail_claims(self, error: Exception) -> None:
+        """End every claim."""
+        claims, self.claims = self.claims, []
+        for claim in claims:
+            claim.fail(error)
 
     def schedule(self) -> list[ScheduledChunk]:
         """Choose the next step's tokens; empty when nothing can run now."""
         self._num_steps += 1
+        self._draining.clear()
         self._note_runnable()
+        self._shares.settle(s.adapter_digests for s in (*self.running, *self.waiting))
         overdue = self._make_room_for_overdue()
+        self._spare_slots_for_blocked()
+        self._serve_claims()
+        first = [s for s in self.waiting if s is overdue or _is_promised(s)]
         preemptions_before = self.num_preemptions
-        # An overdue request starts now, even where running ones could use every token.
-        planned, budget = self._schedule_running(reserved=int(overdue is not None))
+        # Who has waited for a slot starts now, even where running ones could use every token.
+        planned, budget = self._schedule_running(reserved=min(len(first), 1))
         if self.num_preemptions == preemptions_before:
-            self._schedule_waiting(planned, budget, overdue)
+            self._schedule_waiting(planned, budget, first)
         for sequence in planned:
             sequence.last_step = self._num_steps
         return [ScheduledChunk(sequence, count) for sequence, count in planned.items()]
 
     def _note_runnable(self) -> None:
-        """Start the wait clocks of the requests whose adapters have arrived."""
+        """Start the wait clocks of those whose adapters have arrived."""
         if self._adapters is None:
             return
-        self._adapters.prefetch([*self.running, *self.waiting])
+        self._adapters.prefetch([*self.running, *self.claims, *self.waiting])
         now = self._clock()
-        for sequence in self.waiting:
-            if sequence.runnable_since_s is None and self._adapters.is_runnable(sequence):
-                sequence.runnable_since_s = now
+        for user in self._waiting_users():
+            if user.runnable_since_s is None and self._adapters.is_runnable(user):
+                user.runnable_since_s = now
 
-    def _make_room_for_overdue(self) -> SequenceState | None:
-        """Drain a slot for the request that has been passed over longest, if it is over the limit.
+    def _make_room_for_overdue(self) -> SlotUser | None:
+        """Drain a slot for whoever has been passed over longest, if that is over the limit.
 
         The victim admits nothing new from then on, and is preempted once each of its running
         sequences has generated a token since it was admitted: however short the limit, whoever
         gets a slot gets ahead.
 
         Returns:
-            The overdue request when there is room for it now; it must be admitted first.
+            The overdue one when there is room for it now; it must be admitted first.
         """
-        self._draining = None
         overdue = self._overdue()
         if overdue is None or self._adapters is None:
             return None
@@ -175,27 +233,31 @@ class Scheduler:
                 return None
             users = [s for s in self.running if victim in s.adapter_digests]
             if any(s.num_generated <= s.num_generated_before for s in users):
-                self._draining = victim
+                self._draining.add(victim)
                 return None
             for sequence in users:
                 self._preempt(sequence)
         return overdue
 
-    def _overdue(self) -> SequenceState | None:
-        """The runnable request that has waited longest for slots, if over the limit."""
-        if self._adapters is None:
-            return None
+    def _overdue(self) -> SlotUser | None:
+        """The runnable one that has waited longest for slots, if over the limit."""
         limit = self._clock() - self.limits.max_adapter_wait_s
-        found: SequenceState | None = None
-        for s in self.waiting:
-            since = s.runnable_since_s
-            if since is None or since > limit or not s.adapter_digests:
-                continue
-            if not self._adapters.is_runnable(s) or self._adapters.can_admit(s):
-                continue
-            if found is None or found.runnable_since_s is None or since < found.runnable_since_s:
-                found = s
-        return found
+        found = next(iter(self._blocked()), None)
+        return found if found is not None and _runnable_since(found) <= limit else None
+
+    def _blocked(self) -> list[SlotUser]:
+        """Those who lack nothing but room in slots, one for each set, the longest wait first."""
+        gate = self._adapters
+        if gate is None:
+            return []
+        first: dict[frozenset[str], SlotUser] = {}
+        for user in sorted(self._waiting_users(), key=_runnable_since):
+            if user.adapter_digests and user.lease is None and user.runnable_since_s is not None:
+                first.setdefault(user.adapter_digests, user)
+        return [u for u in first.values() if gate.is_runnable(u) and not gate.can_admit(u)]
+
+    def _waiting_users(self) -> list[SlotUser]:
+        return [*self.claims, *self.waiting]
 
     def _longest_held(self, keep: frozenset[str]) -> str | None:
         """The unpinned adapter outside `keep` that a running sequence has held longest."""
@@ -207,11 +269,53 @@ class Scheduler:
                     since[digest] = min(since.get(digest, sequence.admitted_s), sequence.admitted_s)
         return min(since, key=since.__getitem__, default=None)
 
+    def _spare_slots_for_blocked(self) -> None:
+        """Let adapters that are ahead of blocked ones admit nothing new, so that slots come free.
+
+        For each blocked adapter the one that had most tokens stops, if it had more by a step's
+        tokens. What runs goes on: nobody is preempted before the limit of the wait.
+        """
+        blocked = self._blocked()
+        if not blocked:
+            return
+        assert self._adapters is not None
+        wanted = {digest for user in blocked for digest in user.adapter_digests}
+        held = {digest for s in self.running for digest in s.adapter_digests} - wanted
+        ahead = [
+            (self._shares.level(frozenset((digest,))), digest)
+            for digest in held
+            if not self._adapters.is_pinned(digest)
+        ]
+        ahead.sort()
+        levels = [
+            self._shares.level(user.adapter_digests)
+            for user in blocked
+            for _ in user.adapter_digests
+        ]
+        for level in sorted(levels):
+            if not ahead or ahead[-1][0] <= level + self.limits.max_num_batched_tokens:
+                return
+            self._draining.add(ahead.pop()[1])
+
+    def _serve_claims(self) -> None:
+        """Give the claims the slots there are, and let those that have theirs do their work."""
+        gate = self._adapters
+        if gate is None:
+            return
+        for claim in self.claims:
+            if claim.lease is None and gate.is_runnable(claim) and gate.can_admit(claim):
+                claim.lease = gate.begin(claim)
+        ready = [claim for claim in self.claims if claim.is_ready]
+        self.claims = [claim for claim in self.claims if not claim.is_ready]
+        for claim in ready:
+            claim.settle()
+
     def _schedule_running(self, *, reserved: int) -> tuple[dict[SequenceState, int], int]:
         """Give running sequences their turn; what each computes, and the budget that is left."""
         limit = budget = self.limits.max_num_batched_tokens - reserved
         planned: dict[SequenceState, int] = {}
-        turns = sorted(self.running, key=lambda s: s.last_step)
+        level = self._shares.level
+        turns = sorted(self.running, key=lambda s: (level(s.adapter_digests), s.last_step))
         num_decoding = sum(s.num_pending == 1 for s in turns)
         for sequence in turns:
             if budget == 0:
@@ -227,6 +331,8 @@ class Scheduler:
             if self._grow(sequence, count, planned):
                 planned[sequence] = count
                 budget = limit - sum(planned.values())
+        for sequence, count in planned.items():
+            self._shares.charge(sequence.adapter_digests, count)
         return planned, budget + reserved
 
     def _grow(self, sequence: SequenceState, count: int, planned: dict[SequenceState, int]) -> bool:
@@ -245,43 +351,54 @@ class Scheduler:
         self,
         planned: dict[SequenceState, int],
         budget: int,
-        overdue: SequenceState | None,
+        first: list[SequenceState],
     ) -> None:
         """Admit waiting sequences while tokens, sequences and blocks are left."""
-        order = list(self.waiting)
-        if overdue is not None:
-            order.remove(overdue)
-            order.insert(0, overdue)
-        for sequence in order:
-            if budget == 0 or len(self.running) >= self.limits.max_num_seqs:
+        rest = [sequence for sequence in self.waiting if sequence not in first]
+        num_promised = sum(_is_promised(s) for s in first)
+        for sequence in (*first, *self._shares.in_turn(rest)):
+            num_seats = self.limits.max_num_seqs - len(self.running)
+            if budget == 0 or num_seats == 0:
                 return
+            was_promised = _is_promised(sequence)
+            if not was_promised and num_seats <= num_promised:
+                continue
             if not self._may_start(sequence):
+                num_promised += not was_promised and _is_promised(sequence)
                 continue
             if not self._admit(sequence):
                 return  # short of blocks: later arrivals must not overtake for ever
+            num_promised -= was_promised
             count = min(sequence.num_pending, budget)
             planned[sequence] = count
+            self._shares.charge(sequence.adapter_digests, count)
             budget -= count
 
     def _may_start(self, sequence: SequenceState) -> bool:
-        """Whether nothing but tokens and blocks stands in the way."""
+        """Whether nothing but tokens and blocks stands in the way; takes the slots it needs."""
         leader = sequence.leader
         if leader is not None and leader.is_prefilling and not leader.is_finished:
             return False
-        if self._adapters is None:
+        if self._adapters is None or not sequence.adapter_digests:
             return True
-        if self._draining in sequence.adapter_digests:
-            return False
-        return self._adapters.is_runnable(sequence) and self._adapters.can_admit(sequence)
+        if sequence.lease is None:
+            if not self._draining.isdisjoint(sequence.adapter_digests):
+                return False
+            if not self._adapters.is_runnable(sequence) or not self._adapters.can_admit(sequence):
+                return False
+            sequence.lease = self._adapters.begin(sequence)
+        return sequence.lease.is_ready
 
     def _admit(self, sequence: SequenceState) -> bool:
-        """Move a sequence to the running ones with its lease and the blocks of all its tokens."""
+        """Move a sequence that has its slots to the running ones, with blocks for all its tokens.
+
+        Without the blocks it gives its slots back.
+        """
         shared = self._find_prefix(sequence)
         needed = self._blocks_for(sequence.num_tokens) - len(shared)
         if needed > self.pool.num_available - self.pool.num_kept(shared):
+            self._give_back(sequence)
             return False
-        if self._adapters is not None:
-            sequence.lease = self._adapters.acquire(sequence)
         self.pool.share(shared)
         sequence.block_ids = [*shared, *self.pool.allocate(needed)]
         sequence.num_computed = len(shared) * self.limits.block_size
@@ -320,3 +437,13 @@ class Scheduler:
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.limits.block_size)
+
+
+def _is_promised(sequence: SequenceState) -> bool:
+    """Whether a waiting sequence holds slots already, written or not."""
+    return sequence.lease is not None
+
+
+def _runnable_since(user: SlotUser) -> float:
+    """When a wait began that only room in the slots can end; never, if it has not."""
+    return math.inf if user.runnable_since_s is None else user.runnable_since_s

@@ -15,6 +15,7 @@ import torch
 from lora_server.errors import EngineError
 
 from .batch import LogitsRows, StepBatch, build_batch
+from .claims import SlotClaim
 from .logprobs import token_logprobs
 from .messages import (
     EngineOutput,
@@ -29,6 +30,7 @@ from .sequence import SequenceState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from concurrent.futures import Future
 
     from lora_cache import CacheStats
     from lora_server.model.load import LoadedModel
@@ -39,6 +41,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+_WRITING_SHARE = 0.15
+"""Part of a step's time that may be spent on writing adapter slots before the next one."""
+_MIN_WRITING_S = 0.002
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
@@ -46,8 +52,14 @@ class EngineStats:
 
     num_running: int
     num_waiting: int
+    num_waiting_for_slot: int
+    """Of the waiting ones, those that lack nothing but an adapter slot."""
+    num_waiting_for_load: int
+    """Of the waiting ones, those whose adapters are being read."""
     kv_blocks_total: int
     kv_blocks_used: int
+    kv_blocks_kept: int
+    """Without a user, but findable by what they hold."""
     prefix_queries: int
     """Prompt tokens looked up in the prefix cache."""
     prefix_hits: int
@@ -83,6 +95,9 @@ class EngineCore:
         self.max_model_len = max_model_len
         self.pool = pool
         self.scheduler = Scheduler(limits=limits, pool=pool, adapters=adapters, clock=clock)
+        self._clock = clock
+        self._last_step_s = 0.0
+        """What the last forward pass and its sampling took."""
         self._sampler = Sampler()
         self._requests: dict[str, list[SequenceState]] = {}
         self._prompt_tokens = 0
@@ -121,7 +136,8 @@ class EngineCore:
         return outputs
 
     def abort_all(self) -> list[EngineOutput]:
-        """End every request."""
+        """End every request and every claim."""
+        self.scheduler.fail_claims(EngineError("the engine ended all requests"))
         return [output for request_id in list(self._requests) for output in self.abort(request_id)]
 
     def is_known(self, request_id: str) -> bool:
@@ -134,13 +150,43 @@ class EngineCore:
         Returns:
             What is new, and whether the step was idle: requests wait, but none could run.
         """
+        if self.adapters is not None:
+            seconds = max(self._last_step_s * _WRITING_SHARE, _MIN_WRITING_S)
+            self.adapters.open_step(seconds=seconds)
         outputs: list[EngineOutput] = []
         for sequence, error in self.scheduler.take_failed():
             outputs.extend(self._fail(sequence, error))
         chunks = self.scheduler.schedule()
+        if not chunks and self.adapters is not None and self.adapters.is_placing:
+            self.adapters.finish_writing()
+            chunks = self.scheduler.schedule()
         if chunks:
+            start_s = self._clock()
             outputs.extend(self._run(chunks))
+            self._last_step_s = self._clock() - start_s
         return outputs, not chunks
+
+    def rest(self) -> None:
+        """Do what was put off while requests ran: clear the slots of removed adapters."""
+        if self.adapters is not None:
+            self.adapters.finish_writing()
+
+    def claim_slot(self, digest: str, action: Callable[[], None]) -> Future[None]:
+        """Call `action` once an adapter is in a slot; it waits for one as requests do.
+
+        Returns:
+            Ends when the action has been done, or with why it cannot be. Its result comes between
+            two steps, so that whoever runs on the engine's thread must not wait for it.
+        """
+        claim = SlotClaim(digest, action)
+        self.scheduler.claims.append(claim)
+        return claim.outcome
+
+    def retire(self, digest: str) -> None:
+        """Free an adapter that nobody uses, with the KV blocks that only it could use again."""
+        if self.adapters is not None:
+            self.adapters.retire(digest)
+        self.pool.forget_owner(digest)
 
     def reset_statistics(self) -> None:
         """Forget what warm-up counted and cached."""
@@ -155,8 +201,11 @@ class EngineCore:
         return EngineStats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
+            num_waiting_for_slot=scheduler.num_waiting_for_slot,
+            num_waiting_for_load=scheduler.num_waiting_for_load,
             kv_blocks_total=self.pool.num_blocks,
             kv_blocks_used=self.pool.num_used,
+            kv_blocks_kept=self.pool.num_findable,
             prefix_queries=scheduler.prefix_queries,
             prefix_hits=scheduler.prefix_hits,
             preemptions=scheduler.num_preemptions,
@@ -276,7 +325,7 @@ class EngineCore:
         if self.pool.keeps_prefixes:
             keys = sequence.keys_of_full_blocks(sequence.num_computed, block_size)
             for i in range(first, len(keys)):
-                self.pool.remember(sequence.block_ids[i], keys[i])
+                self.pool.remember(sequence.block_ids[i], keys[i], sequence.adapter_digests)
 
     def _append(self, sequence: SequenceState, token: SampledToken) -> SequenceOutput:
         """Add a sampled token; end the sequence when it, or a limit, says so."""

@@ -37,6 +37,11 @@ class TierSnapshot(Protocol):
         """Seconds spent on that."""
         ...
 
+    @property
+    def load_failures(self) -> int:
+        """Adapters that could not be written into the tier."""
+        ...
+
 
 class CacheSnapshot(Protocol):
     """The adapter cache at one moment."""
@@ -49,6 +54,11 @@ class CacheSnapshot(Protocol):
     @property
     def host(self) -> TierSnapshot:
         """Host memory."""
+        ...
+
+    @property
+    def slots_placing(self) -> int:
+        """Slots that are being written."""
         ...
 
     @property
@@ -86,6 +96,16 @@ class EngineSnapshot(Protocol):
         ...
 
     @property
+    def num_waiting_for_slot(self) -> int:
+        """Of the waiting ones, those that lack nothing but an adapter slot."""
+        ...
+
+    @property
+    def num_waiting_for_load(self) -> int:
+        """Of the waiting ones, those whose adapters are being read."""
+        ...
+
+    @property
     def kv_blocks_total(self) -> int:
         """Blocks of the KV pool."""
         ...
@@ -93,6 +113,11 @@ class EngineSnapshot(Protocol):
     @property
     def kv_blocks_used(self) -> int:
         """Blocks that running sequences hold."""
+        ...
+
+    @property
+    def kv_blocks_kept(self) -> int:
+        """Blocks that nobody holds and a prompt may still find."""
         ...
 
     @property

@@ -58,9 +58,24 @@ class StateCollector(Collector):
         used = engine.kv_blocks_used / engine.kv_blocks_total if engine.kv_blocks_total else 0.0
         yield _gauge("vllm:num_requests_running", "Sequences being generated.", engine.num_running)
         yield _gauge("vllm:num_requests_waiting", "Sequences waiting.", engine.num_waiting)
+        yield _gauge(
+            "lora_server_requests_waiting_for_adapter_slot",
+            "Waiting sequences that lack nothing but an adapter slot.",
+            engine.num_waiting_for_slot,
+        )
+        yield _gauge(
+            "lora_server_requests_waiting_for_adapter_load",
+            "Waiting sequences whose adapters are being read.",
+            engine.num_waiting_for_load,
+        )
         yield _gauge("vllm:kv_cache_usage_perc", "Share of the KV blocks in use, 0 to 1.", used)
         yield _gauge("lora_server_kv_blocks", "Blocks of the KV pool.", engine.kv_blocks_total)
         yield _gauge("lora_server_kv_blocks_used", "Blocks in use.", engine.kv_blocks_used)
+        yield _gauge(
+            "lora_server_kv_blocks_kept",
+            "Blocks not in use that a prompt may still find.",
+            engine.kv_blocks_kept,
+        )
         yield _counter(
             "vllm:prefix_cache_queries",
             "Prompt tokens looked up in the prefix cache.",
@@ -99,6 +114,11 @@ def _cache_families(cache: CacheSnapshot) -> Iterator[Metric]:
         ("misses", "Adapters brought in.", {t: s.misses for t, s in tiers.items()}),
         ("evictions", "Adapters evicted.", {t: s.evictions for t, s in tiers.items()}),
         ("loads", "Adapters written into the tier.", {t: s.loads for t, s in tiers.items()}),
+        (
+            "load_failures",
+            "Adapters that could not be written.",
+            {t: s.load_failures for t, s in tiers.items()},
+        ),
         ("load_seconds", "Time spent on loads.", {t: s.load_s for t, s in tiers.items()}),
     ):
         family = CounterMetricFamily(f"lora_server_adapter_cache_{name}", text, labels=["tier"])
@@ -111,6 +131,7 @@ def _cache_families(cache: CacheSnapshot) -> Iterator[Metric]:
     held.add_metric(["device"], cache.device_bytes)
     held.add_metric(["host"], cache.host_bytes)
     yield held
+    yield _gauge("lora_server_adapter_slots_placing", "Slots being written.", cache.slots_placing)
     yield _gauge("lora_server_adapter_slots_pinned", "Pinned slots.", cache.slots_pinned)
     yield _gauge("lora_server_adapter_slots_leased", "Leased slots.", cache.slots_leased)
 
