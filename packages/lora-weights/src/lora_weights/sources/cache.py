@@ -2,6 +2,7 @@
 
     <cache>/locks/<start of key>
     <cache>/<key>/<name>/<version>/<name>    finished; appears by a rename, never half
+    <cache>/<key>/<name>/finished.json       of which version it is
     <cache>/<key>/<name>/partial             what an interrupted download left, to be continued
     <cache>/<key>/<name>/partial.json        of which version it is
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 _KEY_DIGITS = 32
 _LOCK_DIGITS = 3
+_FINISHED = "finished.json"
 
 
 class SourceCache:
@@ -79,6 +81,11 @@ class SourceCache:
         path = self.folder / name / _hash(version) / name
         return path if path.is_file() else None
 
+    def known(self, name: str) -> str | None:
+        """Return the version of the finished file, if there is one."""
+        version = _read_version(self.folder / name / _FINISHED)
+        return None if self.finished(name, version) is None else version
+
     def partial(self, name: str) -> PartialFile:
         """Return the unfinished file of a name."""
         return PartialFile(self.folder / name)
@@ -93,7 +100,11 @@ class SourceCache:
         partial = self.partial(name)
         folder = self.folder / name / _hash(version or uuid.uuid4().hex)
         folder.mkdir(mode=0o700, exist_ok=True)
+        note = self.folder / name / _FINISHED
+        note.unlink(missing_ok=True)
         partial.path.replace(folder / name)
+        if version is not None:
+            note.write_text(json.dumps({"version": version}))
         partial.drop()
         for other in (self.folder / name).iterdir():
             if other.is_dir() and other != folder:
@@ -102,6 +113,7 @@ class SourceCache:
 
     def drop(self, path: Path) -> None:
         """Remove a finished file."""
+        path.parent.with_name(_FINISHED).unlink(missing_ok=True)
         shutil.rmtree(path.parent, ignore_errors=True)
 
     @contextmanager
@@ -135,13 +147,10 @@ class PartialFile:
 
     def state(self) -> tuple[int, str | None]:
         """Return how many bytes there are, and of which version; (0, None) without any."""
-        try:
-            note = json.loads(self._note.read_bytes())
-            version = note["version"]
-            size = self.path.stat().st_size
-        except (OSError, ValueError, TypeError, LookupError):
+        version = _read_version(self._note)
+        if version is None or not self.path.is_file():
             return 0, None
-        return (size, version) if isinstance(version, str) else (0, None)
+        return self.path.stat().st_size, version
 
     @contextmanager
     def write(self, start: int, version: str | None) -> Iterator[BinaryIO]:
@@ -170,6 +179,15 @@ class PartialFile:
         """Remove all of it."""
         self.path.unlink(missing_ok=True)
         self._note.unlink(missing_ok=True)
+
+
+def _read_version(note: Path) -> str | None:
+    """Return the version in a note; None when there is none, or half of one."""
+    try:
+        version = json.loads(note.read_bytes())["version"]
+    except (OSError, ValueError, TypeError, LookupError):
+        return None
+    return version if isinstance(version, str) else None
 
 
 def _hash(text: str) -> str:

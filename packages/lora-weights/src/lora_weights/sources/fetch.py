@@ -78,7 +78,8 @@ class Fetcher:
         """Begin or continue a download; return the file when it is whole."""
         partial = self._cache.partial(name)
         have, version = partial.state()
-        with self._store.open(name, start=have, version=version) as stream:
+        known = None if have else self._cache.known(name)
+        with self._store.open(name, start=have, version=version, known=known) as stream:
             self._check_size(name, stream.size or 0)
             finished = self._cache.finished(name, stream.version)
             if finished is not None:

@@ -76,6 +76,7 @@ class HttpStore:
         start: int = 0,
         version: str | None = None,
         length: int | None = None,
+        known: str | None = None,
     ) -> Iterator[RemoteStream]:
         """Open a file; as `RemoteStore.open`.
 
@@ -89,12 +90,18 @@ class HttpStore:
             request.add_header("If-Range", version.removeprefix(_DATE))
         elif length is not None:
             request.add_header("Range", f"bytes=0-{length - 1}")
+        elif known is not None:
+            condition = "If-Modified-Since" if known.startswith(_DATE) else "If-None-Match"
+            request.add_header(condition, known.removeprefix(_DATE))
         try:
             with self._opener.open(request, timeout=self._timeout_s) as response:
                 yield _stream(response, start if version is not None else 0, version)
         except urllib.error.HTTPError as error:
             # The text of such an error may hold an address with a token; its number says enough.
             error.close()
+            if error.code == http.client.NOT_MODIFIED and known is not None:
+                yield RemoteStream(size=None, version=known, start=0, chunks=iter(()))
+                return
             if error.code in _GONE:
                 raise FileNotFoundError(f"{name}: HTTP {error.code}") from None
             if error.code == _RANGE_NOT_THERE:

@@ -50,23 +50,31 @@ class HubStore:
         start: int = 0,
         version: str | None = None,
         length: int | None = None,
+        known: str | None = None,
     ) -> AbstractContextManager[RemoteStream]:
         """Open a file; as `RemoteStore.open`."""
-        return self.files.open(name, start=start, version=version, length=length)
+        return self.files.open(name, start=start, version=version, length=length, known=known)
 
 
 def import_hub(shown: str) -> Any:
     """Return the hub's client.
 
+    Args:
+        shown: the source in the caller's words.
+
     Raises:
         SourceError: it is not installed.
+        AdapterNotFoundError: it is not installed, and the source may have been meant as a path.
     """
     try:
         # By name, as the extra may be absent.
         return import_module("huggingface_hub")
     except ImportError as error:
         reason = "Hugging Face ids need the extra 'hub' (lora-weights[hub])"
-        raise SourceError(source=shown, reason=reason) from error
+        if "://" in shown:
+            raise SourceError(source=shown, reason=reason) from error
+        reason = f"there is no folder {shown}; {reason}"
+        raise AdapterNotFoundError(source=shown, reason=reason) from error
 
 
 def offline_folder(hub: Any, address: Address) -> Path | None:

@@ -34,10 +34,9 @@ class ObjectStore:
         try:
             # By name, as the extra may be absent and has no types where it is not.
             fsspec = import_module("fsspec")
-            # A shared instance would keep listings of yesterday, and credentials of others.
-            self._files: Any = fsspec.filesystem(
-                scheme, **{"skip_instance_cache": True, **storage_options}
-            )
+            # A shared instance would keep credentials of others; listings grow old.
+            own = {"skip_instance_cache": True, "use_listings_cache": False}
+            self._files: Any = fsspec.filesystem(scheme, **{**own, **storage_options})
         except ImportError as error:
             reason = f"{scheme}:// needs the extra 'remote' (lora-weights[remote]): {error}"
             raise SourceError(source=location, reason=reason) from error
@@ -60,8 +59,10 @@ class ObjectStore:
         start: int = 0,
         version: str | None = None,
         length: int | None = None,
+        known: str | None = None,
     ) -> Iterator[RemoteStream]:
         """Open an object; as `RemoteStore.open`."""
+        del known  # content is transferred only when it is iterated
         path = f"{self._prefix}/{name}"
         info = self._files.info(path, refresh=True)
         found = _version(info)

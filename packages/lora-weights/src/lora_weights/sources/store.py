@@ -50,6 +50,7 @@ class RemoteStore(Protocol):
         start: int = 0,
         version: str | None = None,
         length: int | None = None,
+        known: str | None = None,
     ) -> AbstractContextManager[RemoteStream]:
         """Open a file.
 
@@ -58,6 +59,8 @@ class RemoteStore(Protocol):
             start: where to begin, when the file still has `version`; otherwise it begins at 0.
             version: the version of which the first `start` bytes are there already.
             length: how many bytes will be read; None is all. More may come.
+            known: a version that is there whole; when it is still the current one, the stream has
+                that version and need not have content.
 
         Raises:
             FileNotFoundError: there is no such file.
