@@ -1,7 +1,8 @@
 """Tile: how much of each axis one program of a GPU kernel takes, by shape.
 
-The rows follow from the resources of A100 and H200 (registers, shared memory, processors); they
-are not measured yet. `python -m lora_kernels.bench` on a GPU is what a changed row must cite.
+The rows follow from the resources of A100 and H200 and from what Triton 3.9 compiles for sm_80 and
+sm_90: registers a thread, spilled bytes, shared memory. Times are not measured yet;
+`python -m lora_kernels.bench` on a GPU is what a changed row must cite.
 
 Letters: `T` entries or rows of a tile, `R` ranks, `I` in, `O` out.
 """
@@ -49,43 +50,34 @@ def shrink_tile(tile: int, max_rank: int, element_size: int) -> Tile:
         element_size: bytes of an element of A and x, the larger of both.
     """
     if tile == ROW_TILE:
-        # float32 sums in registers, one lane an element: 4096 over 128 threads are 32 each. The
-        # 256 columns are 512 contiguous bytes of a row of A in 16 bits: four full sectors a warp.
+        # Sums stay in registers, 4096 over 128 threads: 90 to 128 registers, no spills; twice as
+        # many sums take 160 to 228. 128 columns or more keep each read of A at 256 bytes or more.
         block_r = block_of_ranks(max_rank, 32)
-        return Tile(block_r=block_r, block_i=4096 // block_r, num_warps=4, num_stages=2)
+        return Tile(block_r=block_r, block_i=4096 // block_r)
     block_r = block_of_ranks(max_rank, 64)
-    if tile == LARGE_TILE:
-        # (64 + 64) x 64 x 2 bytes x 3 stages = 48 KiB of shared memory: four programs on an H200.
-        return Tile(
-            block_t=tile, block_r=block_r, block_i=128 // element_size, num_warps=4, num_stages=3
-        )
-    # (16 + 64) x 128 x 2 bytes x 3 stages = 60 KiB; short segments are bound by reading A.
-    return Tile(
-        block_t=tile, block_r=block_r, block_i=256 // element_size, num_warps=4, num_stages=3
-    )
+    # 128 bytes of a row of x and A a step in the long tiles, 256 in the short ones, which wait for
+    # A; at most 48 KiB of shared memory over three stages, no spills in any dtype.
+    row_bytes = 128 if tile == LARGE_TILE else 256
+    return Tile(block_t=tile, block_r=block_r, block_i=row_bytes // element_size, num_stages=3)
 
 
-def expand_tile(tile: int, max_rank: int, element_size: int) -> Tile:
+def expand_tile(tile: int, max_rank: int) -> Tile:
     """Return the block sizes of expand.
 
     Args:
         tile: rows of a tile; 1 is BGMV.
         max_rank: `R`.
-        element_size: bytes of an element of B.
     """
     if tile == ROW_TILE:
-        # 16 rows of B x 128 columns: 256 contiguous bytes a row in 16 bits, 16 registers a thread.
-        # Narrow blocks of the output give even one token at O = 4096 enough programs (32).
-        return Tile(block_r=block_of_ranks(max_rank, 32), block_o=128, num_warps=4, num_stages=2)
-    # Sums of 64 x 128 in float32 are 64 registers over 128 threads; float32 factors are bound by
-    # the multiply-add units instead of the tensor cores, and take narrower blocks.
-    return Tile(
-        block_t=tile,
-        block_r=block_of_ranks(max_rank, 32 if element_size == 4 else 64),  # noqa: PLR2004 - bytes
-        block_o=64 if element_size == 4 else 128,  # noqa: PLR2004 - bytes of float32
-        num_warps=4,
-        num_stages=2,
-    )
+        # 128 columns are 256 contiguous bytes of a row of B in 16 bits, and narrow enough that one
+        # token at O = 4096 has 32 programs. 32 to 114 registers, no spills.
+        return Tile(block_r=block_of_ranks(max_rank, 32), block_o=128)
+    if tile == LARGE_TILE:
+        # 109 to 205 registers, no spills. The same with 128 columns or 64 ranks on four warps
+        # spills up to 860 bytes a thread: pointers to v are 64 bits, and v is there twice.
+        return Tile(block_t=tile, block_r=block_of_ranks(max_rank, 32), block_o=64, num_warps=8)
+    # 72 to 150 registers, no spills but 16 bytes at 16 ranks on sm_80.
+    return Tile(block_t=tile, block_r=block_of_ranks(max_rank, 64), block_o=128)
 
 
 def choose_splits(

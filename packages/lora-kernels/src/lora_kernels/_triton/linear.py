@@ -140,7 +140,7 @@ def expand_splits_(
     check_device("expand_", y_TO)
     tables, b_NRO = routing.tables, weights.b_storage
     tile_size = SMALL_TILE if batch_invariant else routing.tile
-    tile = expand_tile(tile_size, weights.max_rank, b_NRO.element_size())
+    tile = expand_tile(tile_size, weights.max_rank)
     out_blocks = weights.out_blocks(tile.block_o)
     tail = (
         tables.row_tokens,

@@ -90,6 +90,7 @@ def _shrink(
             expert_routing.local_ids,
             weights.rank_table,
             *sizes,
+            weights.num_experts,
             weights.max_rank,
             weights.in_features,
             *x_TI.stride(),
@@ -132,7 +133,7 @@ def _expand_(
     """Add the parts of v to the rows of y."""
     b_NXRO = weights.b_storage
     num_splits, num_slices, num_pairs, max_rank = v_SPMR.shape
-    tile = expand_tile(tile_size, max_rank, b_NXRO.element_size())
+    tile = expand_tile(tile_size, max_rank)
     out_blocks = weights.out_blocks(tile.block_o)
     stride_bn, stride_bx, stride_br, _ = b_NXRO.stride()
     strides = (
@@ -171,6 +172,7 @@ def _expand_(
             num_splits,
             num_slices,
             expert_routing.num_choices,
+            weights.num_experts,
             max_rank,
             *strides,
             **options,
@@ -216,7 +218,8 @@ def tiles_of(expert_routing: ExpertRouting, tile_size: int) -> Tensor:
 
 
 def _cut_groups(expert_routing: ExpertRouting, tile_size: int) -> Tensor:
-    starts_G, ends_G = expert_routing.group_indptr[:-1], expert_routing.group_indptr[1:]
+    bounds, keys_G = expert_routing.groups
+    starts_G, ends_G = bounds[:-1], bounds[1:]
     counts_G = torch.div(ends_G - starts_G + tile_size - 1, tile_size, rounding_mode="floor")
     ends_of_tiles_G = counts_G.cumsum(0)
     num_pairs, num_groups = expert_routing.pair_idx.shape[0], starts_G.shape[0]
@@ -227,4 +230,4 @@ def _cut_groups(expert_routing: ExpertRouting, tile_size: int) -> Tensor:
     place = tile - (ends_of_tiles_G - counts_G)[group]
     start = starts_G[group] + place * tile_size
     end = torch.minimum(start + tile_size, ends_G[group])
-    return torch.stack([start, end, expert_routing.group_keys[group]], 1).int()
+    return torch.stack([start, end, keys_G[group]], 1).int()
