@@ -111,7 +111,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         parts = urlsplit(self.path)
-        request = Request(unquote(parts.path), parts.query, dict(self.headers))
+        headers = {key.title(): value for key, value in self.headers.items()}
+        request = Request(unquote(parts.path), parts.query, headers)
         with self.state.lock:
             self.state.requests.append(request)
         self.close_connection = True

@@ -67,7 +67,9 @@ def import_hub(shown: str) -> Any:
         AdapterNotFoundError: it is not installed, and the source may have been meant as a path.
     """
     try:
-        # By name, as the extra may be absent.
+        # By name, as the extra may be absent; its parts are not there before they are imported.
+        for part in ("constants", "errors", "utils"):
+            import_module(f"huggingface_hub.{part}")
         return import_module("huggingface_hub")
     except ImportError as error:
         reason = "Hugging Face ids need the extra 'hub' (lora-weights[hub])"
@@ -101,14 +103,14 @@ def resolve_hub(hub: Any, address: Address, options: Mapping[str, object]) -> Hu
     Args:
         hub: the client, from `import_hub`.
         address: a hub address.
-        options: ``endpoint`` and ``token``; None or absent are the client's own.
+        options: ``endpoint`` and ``token``; absent are the client's own. The token False is none.
 
     Raises:
         AdapterNotFoundError: there is no such repository or revision, or it is private.
         Exception: whatever the client raises.
     """
     endpoint = text_option(options, "endpoint") or hub.constants.ENDPOINT
-    token = text_option(options, "token")
+    token = False if options.get("token") is False else text_option(options, "token")
     client = hub.HfApi(endpoint=endpoint, token=token)
     try:
         info = client.model_info(address.location, revision=address.revision, timeout=TIMEOUT_S)
