@@ -257,7 +257,8 @@ TRAITS: tuple[Trait, ...] = (
         config={"task_type": "SEQ_CLS", "modules_to_save": ["classifier", "score"]},
         base="distilbert",
         modules=("q_lin", "k_lin", "v_lin", "out_lin"),
-        wholes=("classifier",),
+        # PEFT compares plain ends of names, so that "classifier" stands for both.
+        wholes=("pre_classifier", "classifier"),
     ),
     Trait(
         name="split-targets-on-a-fused-base",

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from lora_weights import AdapterConfig
-from lora_weights.checks import check_finite, check_max_rank, check_pair
-from lora_weights.inventory import PairEntries
+from lora_weights.checks import check_finite
+from lora_weights.header_checks import check_max_rank, check_pair
+from lora_weights.inventory import Inventory, PairEntries
 from lora_weights.tensor_format import TensorEntry
 from lora_weights.tensors import read_safetensors, write_safetensors
 
@@ -29,6 +30,7 @@ def pair(
 ) -> PairEntries:
     return PairEntries(
         module=module,
+        stored_as=module,
         lora_a=TensorEntry("a", "F32", shape_a, 0, 4 * math.prod(shape_a)),
         lora_b=TensorEntry("b", "F32", shape_b, 0, 4 * math.prod(shape_b)),
         is_embedding=is_embedding,
@@ -56,7 +58,18 @@ def test_each_place_of_a_rank_above_the_limit_is_named_once() -> None:
     config = AdapterConfig(r=8, lora_alpha=8.0, rank_pattern={"x": 16, "y": 2})
     stored = [pair((16, 8)), pair((32, 8), module="k_proj"), pair((2, 8), module="v_proj")]
 
-    problems = check_max_rank(config, stored, max_rank=4)
+    inventory = Inventory(
+        modules=(),
+        pairs=tuple(stored),
+        experts={},
+        shared={},
+        base_copies={},
+        duplicates=(),
+        skipped=(),
+        problems=(),
+    )
+
+    problems = check_max_rank(inventory, config, {}, max_rank=4)
 
     assert [(problem.module, problem.found) for problem in problems] == [
         ("", "rank 8"),

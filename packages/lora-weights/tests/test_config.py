@@ -58,7 +58,7 @@ def test_repeated_targets_are_listed_once() -> None:
     assert config.target_modules == ("q_proj",)
 
 
-@pytest.mark.parametrize("kind", ["IA3", "LOHA", "ADALORA", "PROMPT_TUNING", "VERA", "lora", 3])
+@pytest.mark.parametrize("kind", ["ADALORA", "OFT", "PROMPT_TUNING", "XLORA", "lora", 3, ["LORA"]])
 def test_other_methods_are_refused_by_name_and_nothing_else_is_said(kind: object) -> None:
     problems = problems_of(peft_type=kind, init_r=64, strange=True)
 
@@ -133,11 +133,16 @@ def test_initialisations_that_change_the_base_are_refused(value: object) -> None
 
 
 def test_every_reason_is_reported_at_once() -> None:
-    problems = problems_of(r=0, use_dora=True, init_lora_weights="pissa", strange=[1])
+    problems = problems_of(r=0, alora_invocation_tokens=[1], init_lora_weights="pissa", strange=[1])
 
     text = "\n".join(map(str, problems))
     assert len(problems) == 4
-    for name in ("adapter_config.json r ", "use_dora", "init_lora_weights", "strange"):
+    for name in (
+        "adapter_config.json r ",
+        "alora_invocation_tokens",
+        "init_lora_weights",
+        "strange",
+    ):
         assert name in text
 
 
@@ -173,7 +178,7 @@ def test_a_byte_order_mark_and_windows_line_ends_are_accepted(tmp_path: Path) ->
 
 def test_problems_of_a_file_name_the_file(tmp_path: Path) -> None:
     path = tmp_path / "adapter_config.json"
-    path.write_text(json.dumps({**PLAIN, "use_dora": True}))
+    path.write_text(json.dumps({**PLAIN, "use_qalora": True}))
 
     with pytest.raises(InvalidAdapterError, match=r"adapter_config\.json': "):
         AdapterConfig.from_json(path)

@@ -23,21 +23,19 @@ def test_pairs_come_sorted_by_module_whatever_the_order_of_the_keys() -> None:
 
     assert [pair.module for pair in inventory.pairs] == ["a.b", "a.c", "b"]
     assert inventory.problems == ()
-    assert not inventory.has_more
 
 
-def test_a_declared_expert_adapter_is_not_named_for_each_tensor() -> None:
-    declared = AdapterConfig(
-        r=2, lora_alpha=2.0, raw={"target_parameters": ["mlp.experts.gate_up_proj"]}
-    )
-    keys = [f"mlp.experts.lora_{part}.weight" for part in "AB"]
+def test_pairs_on_expert_parameters_are_kept_apart_by_their_nesting() -> None:
+    paths = ("mlp.experts", "mlp.experts.base_layer", "mlp.experts.0.up_proj", "q_proj")
+    keys = [f"{path}.lora_{part}.weight" for path in paths for part in "AB"]
 
-    silent = take_inventory(map(entry, keys), declared)
-    named = take_inventory(map(entry, keys), CONFIG)
+    inventory = take_inventory(map(entry, keys), CONFIG)
 
-    assert silent.problems == ()
-    assert silent.has_more
-    assert [problem.module for problem in named.problems] == ["mlp.experts"]
+    assert inventory.problems == ()
+    assert {path: sorted(pairs) for path, pairs in inventory.experts.items()} == {
+        "mlp.experts": ["", "base_layer"]
+    }
+    assert [pair.module for pair in inventory.pairs] == ["mlp.experts.0.up_proj", "q_proj"]
 
 
 def test_embedding_and_linear_factors_do_not_mix() -> None:
@@ -67,7 +65,15 @@ def test_every_tensor_is_in_a_pair_or_a_copy_or_named(keys: set[str]) -> None:
     inventory = take_inventory(map(entry, sorted(keys)), CONFIG)
 
     placed = {e.key for pair in inventory.pairs for e in (pair.lora_a, pair.lora_b)}
-    placed |= {e.key for e in inventory.base_copies.values()}
+    placed |= {e.key for entries in inventory.modules for e in entries.parts.values()}
+    placed |= {e.key for copies in inventory.base_copies.values() for e in copies.values()}
+    placed |= {
+        e.key
+        for pairs in inventory.experts.values()
+        for p in pairs.values()
+        for e in (p.lora_a, p.lora_b)
+    }
+    placed |= {e.key for pair in inventory.duplicates for e in pair}
     text = "\n".join(f"{p} {p.module}" for p in inventory.problems)
     for key in keys - placed:
         assert key in text or key.rpartition(".lora_")[0] in text

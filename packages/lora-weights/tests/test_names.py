@@ -48,7 +48,21 @@ def test_one_peft_prefix_is_removed_and_no_more() -> None:
         ("lora_magnitude_vector.default.weight", Part.MAGNITUDE, "default"),
         ("base_layer.weight", Part.BASE_WEIGHT, None),
         ("base_layer.bias", Part.BASE_BIAS, None),
-        ("original_module.weight", Part.ORIGINAL, None),
+        ("original_module.weight", Part.ORIGINAL_WEIGHT, None),
+        ("original_module.bias", Part.ORIGINAL_BIAS, None),
+        ("token_adapter.trainable_tokens_delta", Part.TOKEN_ROWS, None),
+        ("token_adapter.trainable_tokens_delta.default", Part.TOKEN_ROWS, "default"),
+        ("token_adapter.base_layer.weight", Part.BASE_WEIGHT, None),
+        ("ia3_l", Part.IA3_GAIN, None),
+        ("ia3_l.default", Part.IA3_GAIN, "default"),
+        ("vera_lambda_b", Part.VERA_B, None),
+        ("vera_lambda_d.default", Part.VERA_D, "default"),
+        ("hada_w1_a", Part.HADA_W1_A, None),
+        ("hada_t2", Part.HADA_T2, None),
+        ("lokr_w1", Part.LOKR_W1, None),
+        ("lokr_w2_b.default", Part.LOKR_W2_B, "default"),
+        ("lora_velora_embed", Part.TRAINING_STATE, None),
+        ("modules_to_save.bias", Part.FULL_BIAS, None),
         ("weight", Part.FULL_WEIGHT, None),
         ("bias", Part.FULL_BIAS, None),
         ("modules_to_save.default.weight", Part.FULL_WEIGHT, "default"),
@@ -73,6 +87,9 @@ def test_layouts_of_other_tools_are_recognised(ending: str) -> None:
         f"{Q}.lora_A",
         f"{Q}.lora_A.a.b.weight",
         f"{Q}.lora_embedding_A.weight",
+        f"{Q}.ia3_l.weight",
+        f"{Q}.vera_A",
+        "ia3_l",
         "lora_A.weight.x",
         "weight",
         "",
@@ -86,6 +103,20 @@ def test_a_module_whose_name_starts_with_lora_is_an_ordinary_module() -> None:
     parsed = parse_key("base_model.model.model.lora_gate.q_proj.lora_A.weight")
 
     assert parsed == ParsedKey("model.lora_gate.q_proj", Part.LORA_A)
+
+
+@pytest.mark.parametrize("key", ["base_model.vera_A", "vera_A", "base_model.vera_A.default"])
+def test_a_tensor_that_all_modules_share_belongs_to_none(key: str) -> None:
+    parsed = parse_key(key)
+
+    assert (parsed.module, parsed.part) == ("", Part.VERA_SHARED_A)
+    assert build_key("", Part.VERA_SHARED_A) == "base_model.vera_A"
+
+
+def test_the_inner_path_of_an_untrained_copy_is_kept() -> None:
+    parsed = parse_key("base_model.model.classifier.original_module.dense.weight")
+
+    assert parsed == ParsedKey("classifier.dense", Part.ORIGINAL_WEIGHT)
 
 
 def test_the_inner_path_of_a_saved_module_is_kept() -> None:

@@ -78,7 +78,7 @@ def test_pickle_without_permission_is_reported(tmp_path: Path) -> None:
 
 
 def test_a_configuration_that_cannot_be_understood_still_gets_a_report(tmp_path: Path) -> None:
-    folder = write_adapter(tmp_path, MODULES, peft_type="IA3")
+    folder = write_adapter(tmp_path, MODULES, peft_type="OFT")
 
     report = inspect_adapter(folder)
 

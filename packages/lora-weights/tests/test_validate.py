@@ -23,8 +23,9 @@ from lora_weights import (
     ProblemCode,
     bind_adapter,
 )
+from lora_weights.adapter import BaseCopy
+from lora_weights.paths import ModulePaths
 from lora_weights.testing import llama_modules
-from lora_weights.validate import ModulePaths
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -57,7 +58,7 @@ def adapter(
     parts: dict[str, ModulePart],
     *,
     modules_to_save: tuple[str, ...] = (),
-    base_copies: dict[str, torch.Tensor] | None = None,
+    base_copies: dict[str, BaseCopy] | None = None,
 ) -> Adapter:
     config = AdapterConfig(r=4, lora_alpha=4.0, modules_to_save=modules_to_save)
     return Adapter(
@@ -158,12 +159,12 @@ def test_two_modules_for_one_place_name_each_other() -> None:
 
 def test_two_models_in_one_file_do_not_share_a_base() -> None:
     shapes = {"layers.0.q_proj": shape(8, 8), "layers.1.q_proj": shape(8, 8)}
-    parts = {"text.layers.0.q_proj": part(8, 8), "vision.layers.1.q_proj": part(8, 8)}
+    parts = {"text.layers.0.q_proj": part(8, 8), "draught.layers.1.q_proj": part(8, 8)}
 
     problems = problems_of(parts, shapes)
 
     assert [problem.code for problem in problems] == [ProblemCode.AMBIGUOUS_MODULE] * 2
-    assert "text, vision" in problems[0].found
+    assert "draught, text" in problems[0].found
 
 
 def test_shapes_are_compared_with_the_base() -> None:
@@ -234,7 +235,8 @@ def test_a_listed_module_that_the_base_lacks_is_normal() -> None:
 
 def bind_with_copy(copy: torch.Tensor, base: torch.Tensor | None) -> dict[str, BoundPart]:
     shapes = {"lm_head": shape(8, 16)}
-    found = adapter({"lm_head": part(8, 16)}, base_copies={"lm_head": copy})
+    copies = BaseCopy(weights={"lm_head.base_layer.weight": copy})
+    found = adapter({"lm_head": part(8, 16)}, base_copies={"lm_head": copies})
     tensors = None if base is None else BaseTensors(weight=base)
     return bind_adapter(found, shapes, max_rank=4, base=lambda _: tensors)
 

@@ -15,6 +15,19 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BaseCopy:
+    """Copies of one base module's own tensors, which PEFT saves beside some parts.
+
+    They are applied only by being equal to the base's; `bind_adapter` compares them.
+    """
+
+    weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Tensor key -> copy of the weight."""
+    biases: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Tensor key -> copy of the bias."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Adapter:
     """One LoRA with all its parts, read and checked; not yet matched with a base model.
 
@@ -30,17 +43,15 @@ class Adapter:
     """SHA-256 of what the adapter does, 64 hex digits."""
     source: str
     """Absolute folder it was read from; shown, never opened again."""
-    base_copies: Mapping[str, torch.Tensor] = field(default_factory=dict, repr=False)
-    """Module path -> copy of the base's own weight, which PEFT saves beside an embedding's pair.
-
-    They are applied only by being equal to the base's weight; `bind_adapter` compares them.
-    """
+    base_copies: Mapping[str, BaseCopy] = field(default_factory=dict, repr=False)
+    """Module path -> copies of the base's own tensors that the file holds."""
+    skipped: tuple[str, ...] = ()
+    """Keys of tensors left out: below a prefix that the caller skips, or state of training."""
 
     @property
     def rank(self) -> int:
-        """Largest rank of any pair; 0 when there is none."""
-        wholes = [(part.pair, part.experts) for part in self.parts.values()]
-        return max((part.rank for pair in wholes for part in pair if part), default=0)
+        """Largest rank of any pair, those of other methods' factors included; 0 without any."""
+        return max((part.rank for part in self.parts.values()), default=0)
 
     @property
     def is_linear(self) -> bool:
@@ -49,5 +60,5 @@ class Adapter:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors of the parts."""
+        """Bytes of all tensors of the parts; what modules share counts in none of them."""
         return sum(part.nbytes for part in self.parts.values())

@@ -1,6 +1,6 @@
-"""Checks of one adapter by itself: shapes and ranks against its configuration, numbers, effect.
+"""Checks of an adapter's numbers: finite, within the range of their type, and with an effect.
 
-Shapes: `r` rank, `I` in, `O` out. Knows no base model; `validate` compares with one.
+Knows no base model; `validate` looks again at what only a base can tell.
 """
 
 from __future__ import annotations
@@ -11,89 +11,21 @@ from typing import TYPE_CHECKING
 import torch
 
 from lora_weights.errors import Problem, ProblemCode
-from lora_weights.fields import CONFIG_FILE
 from lora_weights.inventory import FLOAT_DTYPES
+from lora_weights.names import Part
+from lora_weights.placement import LOHA_PARTS, VERA_PARTS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
-    from lora_weights.config import AdapterConfig
-    from lora_weights.inventory import Inventory, PairEntries
+    from lora_weights.inventory import Inventory
     from lora_weights.modules import LoraPair
     from lora_weights.scaling import ModuleScaling
     from lora_weights.tensor_format import TensorEntry
     from lora_weights.tensors import TensorFile
 
-
-def check_pair(pair: PairEntries, rank: int) -> list[Problem]:
-    """Return what is wrong with the shapes and types of a pair.
-
-    Args:
-        pair: A and B as stored.
-        rank: the rank that the configuration gives the module.
-    """
-    names = _part_names(pair)
-    problems = []
-    entries = (pair.lora_a, pair.lora_b)
-    for name, entry, axis in zip(names, entries, (0, 1), strict=True):
-        if entry.dtype not in FLOAT_DTYPES:
-            expected = "F32, F16, BF16 or F64"
-            problems.append(_problem("UNSUPPORTED_DTYPE", pair, name, entry.dtype, expected))
-        if not _fits(entry.shape, axis, rank):
-            form = f"[{rank}, I]" if axis == 0 else f"[O, {rank}]"
-            expected = f"{form} (rank {rank} by {CONFIG_FILE})"
-            found = str(list(entry.shape))
-            problems.append(_problem("SHAPE_MISMATCH", pair, name, found, expected))
-    return problems
-
-
-def _fits(shape: Sequence[int], axis: int, rank: int) -> bool:
-    return len(shape) == 2 and shape[axis] == rank and shape[1 - axis] > 0  # noqa: PLR2004
-
-
-def _part_names(pair: PairEntries) -> tuple[str, str]:
-    return ("lora_embedding_A", "lora_embedding_B") if pair.is_embedding else ("lora_A", "lora_B")
-
-
-def _problem(code: str, pair: PairEntries, tensor: str, found: str, expected: str) -> Problem:
-    return Problem(
-        code=ProblemCode[code],
-        module=pair.module,
-        tensor=tensor,
-        found=found,
-        expected=expected,
-    )
-
-
-def check_max_rank(
-    config: AdapterConfig, pairs: Iterable[PairEntries], max_rank: int
-) -> list[Problem]:
-    """Return a problem for each place where a rank is above the limit, with both numbers.
-
-    Args:
-        config: `r` and the rank patterns count, whether or not a module uses them.
-        pairs: stored ranks count too.
-        max_rank: the limit.
-    """
-    ranks = {(f"{CONFIG_FILE} r", ""): config.r}
-    for pattern, rank in config.rank_pattern.items():
-        ranks[f"{CONFIG_FILE} rank_pattern[{pattern!r}]", ""] = rank
-    declared = set(ranks.values())
-    for pair in pairs:
-        rank = pair.lora_a.shape[0] if pair.lora_a.shape else 0
-        if rank not in declared:
-            ranks[_part_names(pair)[0], pair.module] = rank
-    return [
-        Problem(
-            code=ProblemCode.RANK_TOO_LARGE,
-            module=module,
-            tensor=tensor,
-            found=f"rank {rank}",
-            expected=f"at most {max_rank}",
-        )
-        for (tensor, module), rank in ranks.items()
-        if rank > max_rank
-    ]
+_SURELY = frozenset({Part.MAGNITUDE, Part.BASE_BIAS, Part.FULL_WEIGHT, Part.TOKEN_ROWS})
+"""Parts that replace something of the base's: whether by the same value, only a base can tell."""
 
 
 def check_finite(file: TensorFile) -> tuple[float, list[Problem]]:
@@ -166,6 +98,24 @@ def check_overflow(pairs: Mapping[str, LoraPair]) -> list[Problem]:
     return problems
 
 
+def check_duplicates(file: TensorFile, inventory: Inventory) -> list[Problem]:
+    """Return a problem for tensors that mean the same and differ.
+
+    PEFT stores some tensors under two keys, such as the magnitudes of an embedding.
+    """
+    return [
+        Problem(
+            code=ProblemCode.DUPLICATE_TENSOR,
+            tensor=second.key,
+            found=f"stored twice with different content ({first.key})",
+            expected="one tensor",
+        )
+        for first, second in inventory.duplicates
+        if (first.dtype, first.shape) != (second.dtype, second.shape)
+        or file.content(first) != file.content(second)
+    ]
+
+
 def check_effect(
     file: TensorFile, inventory: Inventory, scalings: Mapping[str, ModuleScaling]
 ) -> list[Problem]:
@@ -173,17 +123,46 @@ def check_effect(
 
     Args:
         file: the numbers.
-        inventory: what the file holds; tensors other than pairs may have an effect of their own.
-        scalings: module path -> scaling.
+        inventory: what the file holds.
+        scalings: module path -> rank and scaling.
     """
-    if inventory.has_more or (inventory.problems and not inventory.pairs):
+    if not inventory.modules and not inventory.experts:
+        return [] if inventory.problems else [no_effect("without a single tensor of an adapter")]
+    if any(
+        _is_set(file, pair.lora_b, pair.lora_a)
+        for pairs in inventory.experts.values()
+        for pair in pairs.values()
+    ):
         return []
-    if not inventory.pairs:
-        return [no_effect("without a single LoRA tensor")]
-    for pair in inventory.pairs:
-        if scalings[pair.module].scaling and _is_set(file, pair.lora_b, pair.lora_a):
+    for entries in inventory.modules:
+        if _may_change(file, entries.parts, inventory.shared, scalings[entries.module].scaling):
             return []
     return [no_effect("zero in A, B or scaling of every module")]
+
+
+def _may_change(
+    file: TensorFile,
+    parts: Mapping[Part, TensorEntry],
+    shared: Mapping[Part, TensorEntry],
+    scaling: float,
+) -> bool:
+    """Return whether the tensors of a module may change its output."""
+    if _SURELY & parts.keys():
+        return True
+    if Part.IA3_GAIN in parts:
+        gain = parts[Part.IA3_GAIN]
+        return gain.dtype not in FLOAT_DTYPES or bool((file.tensor(gain) != 1).any())
+    if parts.keys() & VERA_PARTS:
+        return _is_set(file, *parts.values(), *shared.values())
+    if not scaling:
+        return False
+    if parts.keys() & LOHA_PARTS or any(part.startswith("lokr_") for part in parts):
+        return _is_set(file, *parts.values())
+    # B first: it is what PEFT starts with zeros.
+    order = (Part.LORA_B, Part.LORA_A, Part.EMBEDDING_B, Part.EMBEDDING_A)
+    pair = [parts[part] for part in order if part in parts]
+    bias = parts.get(Part.LORA_BIAS)
+    return (bool(pair) and _is_set(file, *pair)) or (bias is not None and _is_set(file, bias))
 
 
 def _is_set(file: TensorFile, *entries: TensorEntry) -> bool:
@@ -196,35 +175,5 @@ def no_effect(found: str) -> Problem:
     return Problem(
         code=ProblemCode.NO_EFFECT,
         found=found,
-        expected="at least one pair whose A and B are not all zero; it would change nothing",
-    )
-
-
-def check_tied(config: AdapterConfig, pairs: Mapping[str, LoraPair]) -> list[Problem]:
-    """Return a problem when the head's half of a tied adapter is not in the file.
-
-    With ``ensure_weight_tying`` PEFT gives the tied head the embedding's factors transposed, and
-    stores both. Serving the embedding's alone would be another adapter.
-    """
-    if not config.ensure_weight_tying:
-        return []
-    heads = [pair for pair in pairs.values() if not pair.is_embedding]
-    return [
-        Problem(
-            code=ProblemCode.INCOMPLETE_PAIR,
-            module=module,
-            tensor="lora_embedding_A",
-            found="tied to a head (ensure_weight_tying) whose pair is not in the file",
-            expected="the head's lora_A and lora_B as well",
-        )
-        for module, pair in pairs.items()
-        if pair.is_embedding and not any(_is_tied_head(pair, head) for head in heads)
-    ]
-
-
-def _is_tied_head(embedding: LoraPair, head: LoraPair) -> bool:
-    """Return whether a head's shapes are those of the transposed embedding pair."""
-    return (
-        head.lora_a.shape == embedding.lora_b.T.shape
-        and head.lora_b.shape == embedding.lora_a.T.shape
+        expected="at least one tensor that changes something; it would change nothing",
     )

@@ -11,11 +11,14 @@ import json
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from lora_weights.config import AdapterConfig
+    from lora_weights.inventory import Inventory
+    from lora_weights.scaling import ModuleScaling
+    from lora_weights.tensors import TensorFile
 
-FORMAT = "lora-weights digest 1"
+FORMAT = "lora-weights digest 2"
 """Enters the hash, so that a changed rule never yields an old digest."""
 
 
@@ -23,6 +26,7 @@ def compute_digest(
     config: AdapterConfig,
     scalings: Mapping[str, float],
     tensors: Iterable[tuple[str, str, str, tuple[int, ...], memoryview]],
+    token_ids: Mapping[str, tuple[int, ...]],
 ) -> str:
     """Hash an adapter.
 
@@ -30,6 +34,7 @@ def compute_digest(
         config: its configuration; only what is applied enters.
         scalings: module path -> factor of ``B A``, which also records the order of patterns.
         tensors: (module, part, type name, shape, raw bytes as stored), in any order.
+        token_ids: module path -> tokens of its rows.
 
     Returns:
         64 hex digits (SHA-256).
@@ -47,13 +52,59 @@ def compute_digest(
         "lora_bias": config.lora_bias,
         "use_dora": config.use_dora,
         "alora_invocation_tokens": config.alora_invocation_tokens,
+        "ensure_weight_tying": config.ensure_weight_tying,
+        "target_parameters": sorted(config.target_parameters),
+        # It decides between two layouts of expert tensors, and means nothing to other adapters.
+        "peft_version": config.peft_version if config.target_parameters else None,
         "scalings": dict(scalings),
+        "token_ids": dict(token_ids),
     }
     digest.update(_canonical(header))
     for module, part, dtype, shape, content in sorted(tensors, key=lambda item: item[:2]):
         digest.update(_canonical([module, part, dtype, shape]))
         digest.update(content)
     return digest.hexdigest()
+
+
+def digest_file(
+    file: TensorFile,
+    inventory: Inventory,
+    config: AdapterConfig,
+    scalings: Mapping[str, ModuleScaling],
+    token_ids: Mapping[str, tuple[int, ...]],
+) -> str:
+    """Hash the adapter in a file.
+
+    Copies of the base's own tensors do not enter: an adapter is bound only where they equal the
+    base's, and then they change nothing.
+
+    Args:
+        file: its numbers, as stored.
+        inventory: what it holds, checked.
+        config: its configuration.
+        scalings: module path -> rank and scaling.
+        token_ids: path of a module, as the file spells it -> tokens of its rows.
+    """
+    tokens = {
+        entries.module: token_ids[entries.stored_as]
+        for entries in inventory.modules
+        if entries.stored_as in token_ids
+    }
+    factors = {module: scaling.scaling for module, scaling in scalings.items()}
+    return compute_digest(config, factors, _records(file, inventory), tokens)
+
+
+def _records(
+    file: TensorFile, inventory: Inventory
+) -> Iterator[tuple[str, str, str, tuple[int, ...], memoryview]]:
+    groups = [(entries.module, entries.parts) for entries in inventory.modules]
+    for module, parts in [*groups, ("", inventory.shared)]:
+        for part, entry in parts.items():
+            yield module, part.value, entry.dtype, entry.shape, file.content(entry)
+    for path, pairs in inventory.experts.items():
+        for name, pair in pairs.items():
+            for factor, entry in (("lora_A", pair.lora_a), ("lora_B", pair.lora_b)):
+                yield f"{path} {name}", factor, entry.dtype, entry.shape, file.content(entry)
 
 
 def _canonical(value: object) -> bytes:

@@ -37,6 +37,7 @@ class ProblemCode(StrEnum):
     MISSING_FIELD = "missing_field"
     MISSING_WEIGHTS = "missing_weights"
     MIXED_NAMES = "mixed_names"
+    NEEDS_BASE = "needs_base"
     NESTED_ADAPTER = "nested_adapter"
     NOT_FINITE = "not_finite"
     NOT_FOUND = "not_found"

@@ -19,6 +19,28 @@ PLAIN_INITIALISATIONS = frozenset({"gaussian", "eva", "orthogonal", "mica", "lor
 """Values of ``init_lora_weights`` under which PEFT loads an adapter onto an unchanged base."""
 
 
+_CONVERTIBLE = ("pissa", "olora", "corda")
+"""Initialisations that PEFT can undo when an adapter is saved."""
+
+
+def _initialisation_advice(value: object) -> str:
+    """Return why an initialisation is refused, and what to do about it."""
+    name = value.lower() if isinstance(value, str) else ""
+    if name.startswith(_CONVERTIBLE):
+        return (
+            f"{value} moves a part of the base weight into A and B, so it fits that changed base "
+            "only: save it again with PEFT's "
+            "save_pretrained(path_initial_model_for_weight_conversion=...), which writes a plain "
+            "LoRA for the unchanged base"
+        )
+    if name == "loftq":
+        return (
+            "LoftQ fits A and B to the error of a quantised base, and PEFT offers no conversion: "
+            "merge the adapter into that base, or train it again on the base served here"
+        )
+    return "an unknown one may change the base weight"
+
+
 def _is_rank(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
@@ -30,6 +52,10 @@ def _is_number(value: object) -> TypeGuard[int | float]:
         return math.isfinite(value)
     except OverflowError:  # an integer too large for a float
         return False
+
+
+def _is_tokens(value: object) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(item) is int for item in value)
 
 
 class FieldReader:
@@ -67,13 +93,13 @@ class FieldReader:
             self._refuse(name, value, "a finite number")
         return None
 
-    def flag(self, name: str) -> bool:
-        """Return a boolean; absent and null are false."""
-        value = self._data.get(name)
+    def flag(self, name: str, *, absent: bool = False) -> bool:
+        """Return a boolean; null is false."""
+        value = self._data.get(name, absent)
         if value is None or isinstance(value, bool):
             return bool(value)
         self._refuse(name, value, "true or false")
-        return False
+        return absent
 
     def text(self, name: str) -> str | None:
         """Return text or None. Fields read this way are only shown, so nothing is refused."""
@@ -96,8 +122,10 @@ class FieldReader:
         return value if value is None or isinstance(value, str) else self.names(name)
 
     def choice(self, name: str, choices: tuple[str, ...]) -> str:
-        """Return one of several words; absent is the first."""
-        value = self._data.get(name, choices[0])
+        """Return one of several words; absent and null are the first."""
+        value = self._data.get(name)
+        if value is None:
+            return choices[0]
         if isinstance(value, str) and value in choices:
             return value
         self._refuse(name, value, f"one of {', '.join(choices)}")
@@ -115,10 +143,20 @@ class FieldReader:
                 code=ProblemCode.UNSUPPORTED_FIELD,
                 tensor=f"{CONFIG_FILE} {name}",
                 found=short(value),
-                expected="true, false, gaussian, eva, orthogonal, mica or lora_ga; others change "
-                "the base weight, so convert the adapter to plain LoRA when saving it",
+                expected=f"true, false, {', '.join(sorted(PLAIN_INITIALISATIONS))}; "
+                f"{_initialisation_advice(value)}",
             )
         )
+        return None
+
+    def rows(self, name: str) -> Mapping[str, tuple[int, ...]] | tuple[int, ...] | None:
+        """Return token ids, or module name -> token ids; null is None."""
+        value = self._data.get(name)
+        if not isinstance(value, dict):
+            return None if value is None else self.tokens(name)
+        if all(_is_tokens(ids) for ids in value.values()):
+            return {module: tuple(ids) for module, ids in value.items()}
+        self._refuse(name, value, "a list of token ids, or module names with such lists")
         return None
 
     def tokens(self, name: str) -> tuple[int, ...]:
@@ -126,7 +164,7 @@ class FieldReader:
         value = self._data.get(name)
         if value is None:
             return ()
-        if isinstance(value, list) and all(type(item) is int for item in value):
+        if _is_tokens(value):
             return tuple(value)
         self._refuse(name, value, "a list of token ids or null")
         return ()

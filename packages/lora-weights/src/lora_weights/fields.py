@@ -45,88 +45,144 @@ def _refused(reason: str) -> FieldRule:
     return FieldRule(field_class=FieldClass.REFUSED, reason=reason)
 
 
+_COMMON: dict[str, FieldRule] = {
+    "peft_type": _APPLIED,
+    # The tensors are the inventory; these are read for checks and for the report.
+    "target_modules": _APPLIED,
+    "modules_to_save": _APPLIED,
+    "base_model_name_or_path": _APPLIED,
+    # Decides where two layouts of expert tensors look alike.
+    "peft_version": _APPLIED,
+    # How it was trained and where. What a file holds is never filtered by them.
+    "task_type": _TRAINING,
+    "auto_mapping": _TRAINING,
+    "revision": _TRAINING,
+    "inference_mode": _TRAINING,
+    "exclude_modules": _TRAINING,
+    "layers_to_transform": _TRAINING,
+    "layers_pattern": _TRAINING,
+}
+"""Fields of every method."""
+
 FIELDS: Mapping[str, FieldRule] = MappingProxyType(
     {
-        # What the adapter is, and the numbers that shape it.
-        "peft_type": _APPLIED,
+        **_COMMON,
         "r": _APPLIED,
         "lora_alpha": _APPLIED,
         "use_rslora": _APPLIED,
         "rank_pattern": _APPLIED,
         "alpha_pattern": _APPLIED,
-        # The tensors are the inventory; these three are read for the report.
-        "target_modules": _APPLIED,
-        "modules_to_save": _APPLIED,
-        "base_model_name_or_path": _APPLIED,
+        "use_dora": _APPLIED,
+        "lora_bias": _APPLIED,
+        "bias": _APPLIED,
+        "trainable_token_indices": _APPLIED,
+        "target_parameters": _APPLIED,
         # A and B of a Conv1D layer have the same form as those of a linear layer.
         "fan_in_fan_out": _APPLIED,
-        # Some initialisations change the base weight; the accepted values are in `config`.
+        # Some initialisations change the base weight; the accepted values are in `field_reader`.
         "init_lora_weights": _APPLIED,
-        # Tied adapters are stored under both names; `load` checks that both are there.
+        # What the embedding gets, a head that is tied to it gets too.
         "ensure_weight_tying": _APPLIED,
-        "bias": _refused("trained biases replace those of the base, which is not applied yet"),
-        "lora_bias": _refused("the bias of lora_B is not applied yet"),
-        "use_dora": _refused("DoRA magnitudes are not applied yet"),
         "alora_invocation_tokens": _refused("activated LoRA is not applied yet"),
-        "target_parameters": _refused("adapters on expert parameters are not applied yet"),
-        "trainable_token_indices": _refused("trained token embeddings are not applied yet"),
         "layer_replication": _refused("it builds another stack of layers than the base has"),
         "use_bdlora": _refused("block-diagonal factors change the product"),
         "use_qalora": _refused("it pools the input before A"),
         "arrow_config": _refused("it routes between several adapters inside one layer"),
         "kasa_config": _refused("it truncates the base weight and adds a diagonal factor"),
         "monteclora_config": _refused("it adds sampled factors to A"),
-        "velora_config": _refused("its files hold projection buffers that are not read yet"),
         "megatron_config": _refused("the file may hold one rank's slices of A and B"),
         "enable_lora": _refused("it fuses several adapters in one layer, an early PEFT format"),
-        # How it was trained, where, and by which release.
-        "task_type": _TRAINING,
-        "auto_mapping": _TRAINING,
-        "peft_version": _TRAINING,
-        "revision": _TRAINING,
-        "inference_mode": _TRAINING,
-        "exclude_modules": _TRAINING,
         "lora_dropout": _TRAINING,
-        "layers_to_transform": _TRAINING,
-        "layers_pattern": _TRAINING,
         "megatron_core": _TRAINING,
         "loftq_config": _TRAINING,
         "eva_config": _TRAINING,
         "corda_config": _TRAINING,
         "lora_ga_config": _TRAINING,
+        # It compresses what the backward pass keeps; its buffers play no part in the forward pass.
+        "velora_config": _TRAINING,
         "qalora_group_size": _TRAINING,
         "runtime_config": _TRAINING,
         "merge_weights": _TRAINING,
     }
 )
-"""Field name -> rule, for all fields of PEFT up to 0.21 and two that early releases wrote."""
+"""Field name -> rule, for all LoRA fields of PEFT up to 0.21 and two that early releases wrote."""
 
-INACTIVE_VALUES: Mapping[str, object] = MappingProxyType({"bias": "none"})
-"""Values besides null, false and empty that mean "off", for refused fields that have one."""
+_LYCORIS: dict[str, FieldRule] = {
+    **_COMMON,
+    "r": _APPLIED,
+    "alpha": _APPLIED,
+    "rank_pattern": _APPLIED,
+    "alpha_pattern": _APPLIED,
+    "rank_dropout": _TRAINING,
+    "module_dropout": _TRAINING,
+    # About convolutions, whose tensors are refused by their shape.
+    "use_effective_conv2d": _TRAINING,
+    "init_weights": _TRAINING,
+}
+"""Fields that LoHa and LoKr share."""
+
+METHOD_FIELDS: Mapping[str, Mapping[str, FieldRule]] = MappingProxyType(
+    {
+        "LORA": FIELDS,
+        "IA3": MappingProxyType(
+            {
+                **_COMMON,
+                "feedforward_modules": _APPLIED,
+                "fan_in_fan_out": _APPLIED,
+                "init_ia3_weights": _TRAINING,
+            }
+        ),
+        "VERA": MappingProxyType(
+            {
+                **_COMMON,
+                "r": _APPLIED,
+                "bias": _APPLIED,
+                "fan_in_fan_out": _APPLIED,
+                "save_projection": _APPLIED,
+                # The projections are in the file, or the adapter is refused.
+                "projection_prng_key": _TRAINING,
+                "vera_dropout": _TRAINING,
+                "d_initial": _TRAINING,
+                "init_weights": _TRAINING,
+            }
+        ),
+        "LOHA": MappingProxyType(_LYCORIS),
+        "LOKR": MappingProxyType(
+            {
+                **_LYCORIS,
+                # The stored shapes say how the factors were split.
+                "decompose_both": _TRAINING,
+                "decompose_factor": _TRAINING,
+                "rank_dropout_scale": _TRAINING,
+            }
+        ),
+    }
+)
+"""``peft_type`` -> its fields."""
 
 
-def is_active(name: str, value: object) -> bool:
-    """Return whether a field asks for something: not null, false, empty or its "off" value."""
+def is_active(value: object) -> bool:
+    """Return whether a field asks for something: not null, false or empty."""
     if value is None or value is False:
         return False
-    if isinstance(value, str | list | tuple | dict | set) and not value:
-        return False
-    return name not in INACTIVE_VALUES or value != INACTIVE_VALUES[name]
+    return not isinstance(value, str | list | tuple | dict | set) or bool(value)
 
 
-def check_fields(data: Mapping[str, object]) -> list[Problem]:
+def check_fields(data: Mapping[str, object], peft_type: str = "LORA") -> list[Problem]:
     """Return a problem for each active field that is refused or not known.
 
     Args:
         data: the whole content of an ``adapter_config.json``.
+        peft_type: the method, which decides what fields there are.
     """
     problems = []
+    rules = METHOD_FIELDS[peft_type]
     for name, value in data.items():
-        rule = FIELDS.get(name)
+        rule = rules.get(name)
         if rule is None:
-            if is_active(name, value):
-                problems.append(_unknown(name, value))
-        elif rule.field_class is FieldClass.REFUSED and is_active(name, value):
+            if is_active(value):
+                problems.append(_unknown(name, value, peft_type))
+        elif rule.field_class is FieldClass.REFUSED and is_active(value):
             problems.append(
                 Problem(
                     code=ProblemCode.UNSUPPORTED_FIELD,
@@ -138,12 +194,13 @@ def check_fields(data: Mapping[str, object]) -> list[Problem]:
     return problems
 
 
-def _unknown(name: str, value: object) -> Problem:
+def _unknown(name: str, value: object, peft_type: str) -> Problem:
     return Problem(
         code=ProblemCode.UNKNOWN_FIELD,
         tensor=f"{CONFIG_FILE} {name}",
         found=short(value),
-        expected="only fields of PEFT 0.21, since an unknown one may change the result",
+        expected=f"only fields that PEFT 0.21 has for {peft_type}, since an unknown one may change "
+        "the result",
     )
 
 

@@ -9,30 +9,35 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lora_weights.errors import Problem, ProblemCode
+from lora_weights.experts.names import parse_expert
 from lora_weights.fields import short
-from lora_weights.names import PAIR_PARTS, Part, parse_key
+from lora_weights.names import SHARED_PARTS, ParsedKey, Part, parse_key
+from lora_weights.placement import (
+    COPY_PARTS,
+    FULL_PARTS,
+    LINEAR_PAIR,
+    check_module,
+    foreign_owner,
+)
+from lora_weights.renaming import Renaming
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from lora_weights.config import AdapterConfig
     from lora_weights.tensor_format import TensorEntry
 
 FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
-"""Types a factor may be stored in."""
+"""Types that a tensor may be stored in."""
 
 MAX_KEY_LENGTH = 256
 """Longest tensor key accepted; real ones have about 100 characters."""
 
-_NOT_YET = {
-    Part.MAGNITUDE: "DoRA magnitudes are not applied yet",
-    Part.LORA_BIAS: "the bias of lora_B is not applied yet",
-    Part.FULL_WEIGHT: "whole weights (modules_to_save) are not applied yet",
-    Part.FULL_BIAS: "trained biases and whole modules are not applied yet",
-    Part.BASE_BIAS: "copies of base biases are not compared",
-    Part.ORIGINAL: "untrained copies of whole modules are not compared",
-    Part.UNKNOWN: "it is no part of a LoRA",
-}
+_WITHOUT_NAME = COPY_PARTS | FULL_PARTS | {Part.BASE_BIAS}
+"""Parts whose keys hold the adapter's name in raw dumps at most."""
+
+STACKED_AXES = 3
+"""Axes of a factor that is stacked over experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +45,9 @@ class PairEntries:
     """Where A and B of one module lie in the file."""
 
     module: str
-    """Module path without PEFT's prefix."""
+    """Module path without PEFT's prefix, renamed where the caller says so."""
+    stored_as: str
+    """Module path as the file spells it, which rank and alpha patterns are matched against."""
     lora_a: TensorEntry
     """`[r, I]`."""
     lora_b: TensorEntry
@@ -50,17 +57,37 @@ class PairEntries:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleEntries:
+    """Where everything of one module lies in the file."""
+
+    module: str
+    """Module path without PEFT's prefix, renamed where the caller says so."""
+    stored_as: str
+    """Module path as the file spells it."""
+    parts: Mapping[Part, TensorEntry]
+    """Part -> tensor; a trained bias is always `BASE_BIAS`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Inventory:
     """What a file holds, by module."""
 
+    modules: tuple[ModuleEntries, ...]
+    """All modules that have something of their own, sorted by path."""
     pairs: tuple[PairEntries, ...]
-    """Complete pairs, sorted by module."""
-    base_copies: Mapping[str, TensorEntry]
-    """Module path -> copy of the base weight stored beside its pair."""
+    """The complete pairs among it, those on expert parameters left out."""
+    experts: Mapping[str, Mapping[str, PairEntries]]
+    """Path of an experts module -> nesting or name of a stacked projection -> its pair."""
+    shared: Mapping[Part, TensorEntry]
+    """Tensors that all modules share."""
+    base_copies: Mapping[str, Mapping[Part, TensorEntry]]
+    """Module path -> copies of the base's own weight and bias."""
+    duplicates: tuple[tuple[TensorEntry, TensorEntry], ...]
+    """Tensors that mean one and the same; their content must be equal."""
+    skipped: tuple[str, ...]
+    """Keys left out: the caller said so, or they are of no use after training."""
     problems: tuple[Problem, ...]
-    """Every tensor that is in neither of them, and pairs that are not whole."""
-    has_more: bool
-    """Whether tensors other than pairs and base copies were found."""
+    """Every tensor that is in none of them, and what is not whole."""
 
 
 @dataclass(slots=True)
@@ -68,54 +95,90 @@ class _Sorter:
     """Collects one file's tensors while they are sorted."""
 
     config: AdapterConfig
+    renaming: Renaming
     modules: dict[str, dict[Part, TensorEntry]] = field(default_factory=dict)
+    stored_as: dict[str, str] = field(default_factory=dict)
+    shared: dict[Part, TensorEntry] = field(default_factory=dict)
     adapter_names: dict[str | None, str] = field(default_factory=dict)
+    duplicates: list[tuple[TensorEntry, TensorEntry]] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
-    has_more: bool = False
 
     def add(self, entry: TensorEntry) -> None:
         """Place one tensor."""
         if len(entry.key) > MAX_KEY_LENGTH:
             # Patterns are matched against names; a hostile name would make that slow.
             found = f"{len(entry.key)} characters long"
-            expected = f"at most {MAX_KEY_LENGTH}"
-            self._note(ProblemCode.UNSUPPORTED_TENSOR, "", short(entry.key), found, expected)
-            self.has_more = True
+            self._note_tensor(short(entry.key), found, f"at most {MAX_KEY_LENGTH}")
             return
         parsed = parse_key(entry.key)
-        if parsed.part in PAIR_PARTS:
-            self.adapter_names.setdefault(parsed.adapter_name, entry.key)
-        elif parsed.part is not Part.BASE_WEIGHT:
-            self.has_more = True
-            self._refuse(parsed.part, parsed.module, entry)
-            return
-        parts = self.modules.setdefault(parsed.module, {})
-        other = parts.setdefault(parsed.part, entry)
-        if other is not entry:
-            self._note(
-                ProblemCode.DUPLICATE_TENSOR,
-                parsed.module,
-                parsed.part,
-                f"stored twice ({other.key} and {entry.key})",
-                "one tensor",
-            )
+        if self.renaming.is_skipped(parsed.module):
+            self.skipped.append(entry.key)
+        elif self._is_in_place(parsed, entry):
+            self._place(parsed, entry)
 
-    def _refuse(self, part: Part, module: str, entry: TensorEntry) -> None:
-        """Name a tensor that is not applied, unless a refused field says so for all of them."""
+    def _is_in_place(self, parsed: ParsedKey, entry: TensorEntry) -> bool:
+        """Return whether a tensor is one of this adapter's method; note it otherwise."""
+        part = parsed.part
         if part is Part.FOREIGN:
-            expected = "lora_A.weight and lora_B.weight, as PEFT writes them"
-            found = "in the layout of another tool"
-            self._note(ProblemCode.FOREIGN_FORMAT, "", entry.key, found, expected)
+            self._note(
+                ProblemCode.FOREIGN_FORMAT,
+                "",
+                entry.key,
+                "in the layout of another tool",
+                "lora_A.weight and lora_B.weight, as PEFT writes them",
+            )
+        elif part is Part.UNKNOWN:
+            self._note_tensor(
+                entry.key, "an unsupported tensor", f"one that PEFT stores for {self._method}"
+            )
+        elif part is Part.TRAINING_STATE:
+            if self.config.raw.get("velora_config"):
+                self.skipped.append(entry.key)
+            else:
+                self._note_tensor(
+                    entry.key, "VeLoRA's state of training", "velora_config beside it"
+                )
+        elif (owner := foreign_owner(part, self.config)) is not None:
+            found = f"a tensor of {owner}"
+            self._note_tensor(entry.key, found, f"one that PEFT stores for {self._method}")
+        else:
+            return True
+        return False
+
+    @property
+    def _method(self) -> str:
+        return self.config.peft_type
+
+    def _place(self, parsed: ParsedKey, entry: TensorEntry) -> None:
+        part = parsed.part
+        if part not in _WITHOUT_NAME or parsed.adapter_name:
+            self.adapter_names.setdefault(parsed.adapter_name, entry.key)
+        if part in SHARED_PARTS:
+            self._put(self.shared, part, entry)
             return
-        explained = {
-            Part.MAGNITUDE: self.config.use_dora,
-            Part.LORA_BIAS: self.config.lora_bias,
-            Part.FULL_BIAS: self.config.bias != "none",
-        }
-        if not explained.get(part, False):
-            found = f"an unsupported tensor of {module}" if module else "an unsupported tensor"
-            expected = f"only low-rank pairs: {_NOT_YET[part]}"
-            self._note(ProblemCode.UNSUPPORTED_TENSOR, "", entry.key, found, expected)
+        names = self.renaming.new_names(parsed.module)
+        if len(names) > 1:
+            self._note(
+                ProblemCode.AMBIGUOUS_MODULE,
+                parsed.module,
+                entry.key,
+                f"renamed to {' and to '.join(names)}",
+                "renaming rules that agree",
+            )
+            return
+        (module,) = names
+        other = self.stored_as.setdefault(module, parsed.module)
+        if other != parsed.module:
+            found = f"renamed to {module}, and so is {other}"
+            self._note(ProblemCode.DUPLICATE_MODULE, parsed.module, entry.key, found, "one of them")
+            return
+        self._put(self.modules.setdefault(module, {}), part, entry)
+
+    def _put(self, parts: dict[Part, TensorEntry], part: Part, entry: TensorEntry) -> None:
+        other = parts.setdefault(part, entry)
+        if other is not entry:
+            self.duplicates.append((other, entry))
 
     def check_adapter_names(self) -> None:
         """Note keys that carry two different training-time adapter names."""
@@ -127,56 +190,65 @@ class _Sorter:
                 ProblemCode.MIXED_NAMES, "", "adapter names in the keys", found, "one for all keys"
             )
 
-    def pairs(self) -> Iterable[PairEntries]:
-        """Yield the complete pairs; note modules that have half of one, or two."""
+    def check_modules(self) -> None:
+        """Bring biases under one name, and note what is not whole."""
         for module, parts in sorted(self.modules.items()):
-            found = PAIR_PARTS & parts.keys()
-            if not found:
-                continue
-            if not self._is_plain_module(module):
-                self.has_more = True
-            elif found == {Part.LORA_A, Part.LORA_B}:
-                yield _pair(module, parts, Part.LORA_A, Part.LORA_B)
-            elif found == {Part.EMBEDDING_A, Part.EMBEDDING_B}:
-                yield _pair(module, parts, Part.EMBEDDING_A, Part.EMBEDDING_B)
-            else:
-                names = " and ".join(sorted(part.value for part in found))
-                self._note(
-                    ProblemCode.INCOMPLETE_PAIR,
-                    module,
-                    names,
-                    "there without its counterpart" if len(found) == 1 else "a mixed pair",
-                    "lora_A with lora_B, or lora_embedding_A with lora_embedding_B",
+            bias = parts.get(Part.FULL_BIAS)
+            if bias is not None and Part.FULL_WEIGHT not in parts and self.config.bias != "none":
+                del parts[Part.FULL_BIAS]
+                self._put(parts, Part.BASE_BIAS, bias)
+            self.problems += check_module(module, self.stored_as[module], parts, self.config)
+
+    def copies(self) -> Iterator[tuple[str, dict[Part, TensorEntry]]]:
+        """Take the copies of base tensors out of the modules and yield them."""
+        for module, parts in sorted(self.modules.items()):
+            kinds = COPY_PARTS
+            if self.config.bias == "none":
+                kinds |= {Part.BASE_BIAS}
+            found = {part: parts.pop(part) for part in sorted(kinds & parts.keys())}
+            if found:
+                yield module, found
+
+    def pairs(self) -> Iterator[PairEntries]:
+        """Yield the complete pairs of all modules."""
+        for module, parts in sorted(self.modules.items()):
+            a, b = Part.LORA_A, Part.LORA_B
+            if Part.EMBEDDING_A in parts:
+                a, b = Part.EMBEDDING_A, Part.EMBEDDING_B
+            if a in parts and b in parts:
+                yield PairEntries(
+                    module=module,
+                    stored_as=self.stored_as[module],
+                    lora_a=parts[a],
+                    lora_b=parts[b],
+                    is_embedding=a is Part.EMBEDDING_A,
                 )
 
-    def _is_plain_module(self, module: str) -> bool:
-        """Return whether a pair belongs to a module; note expert parameters and nesting."""
-        path = module.split(".")
-        is_nested = path[-1] == "base_layer"
-        owner = path[-2:-1] if is_nested else path[-1:]
-        if owner == ["experts"]:
-            if not self.config.raw.get("target_parameters"):
-                expected = "a module: adapters on expert parameters are not applied yet"
-                found = "on an expert parameter"
-                self._note(ProblemCode.UNSUPPORTED_TENSOR, module, "lora_A", found, expected)
-            return False
-        if is_nested:
-            expected = "one pair a module; merge the two adapters before saving"
-            found = "a pair inside another adapter's layer"
-            self._note(ProblemCode.NESTED_ADAPTER, module, "lora_A", found, expected)
-        return not is_nested
+    def take_experts(self, pairs: Iterable[PairEntries]) -> dict[str, dict[str, PairEntries]]:
+        """Take the pairs on expert parameters out of the modules; note other nested pairs."""
+        experts: dict[str, dict[str, PairEntries]] = {}
+        for pair in pairs:
+            name = parse_expert(pair.module)
+            is_stacked = len(pair.lora_a.shape) == STACKED_AXES
+            if name is not None and name.expert is None and (name.is_parameter or is_stacked):
+                extra = self.modules[pair.module].keys() - LINEAR_PAIR
+                for part in sorted(extra):
+                    key = self.modules[pair.module][part].key
+                    self._note_tensor(key, "on an expert parameter", "a pair only")
+                experts.setdefault(name.experts, {})[name.name] = pair
+                del self.modules[pair.module]
+            elif pair.module.split(".")[-1] == "base_layer":
+                self._note(
+                    ProblemCode.NESTED_ADAPTER,
+                    pair.module,
+                    "lora_A",
+                    "a pair inside another adapter's layer",
+                    "one pair a module; merge the two adapters before saving",
+                )
+        return experts
 
-    def base_copies(self, modules: set[str]) -> Iterable[tuple[str, TensorEntry]]:
-        """Yield copies of base weights beside a pair; note the others."""
-        for module, parts in sorted(self.modules.items()):
-            entry = parts.get(Part.BASE_WEIGHT)
-            if entry is None:
-                continue
-            if module in modules:
-                yield module, entry
-            elif not PAIR_PARTS & parts.keys():
-                found, expected = "a base weight without a pair", "a low-rank pair beside it"
-                self._note(ProblemCode.UNSUPPORTED_TENSOR, "", entry.key, found, expected)
+    def _note_tensor(self, key: str, found: str, expected: str) -> None:
+        self._note(ProblemCode.UNSUPPORTED_TENSOR, "", key, found, expected)
 
     def _note(self, code: ProblemCode, module: str, tensor: str, found: str, expected: str) -> None:
         self.problems.append(
@@ -184,32 +256,35 @@ class _Sorter:
         )
 
 
-def take_inventory(entries: Iterable[TensorEntry], config: AdapterConfig) -> Inventory:
+def take_inventory(
+    entries: Iterable[TensorEntry], config: AdapterConfig, renaming: Renaming | None = None
+) -> Inventory:
     """Sort the tensors of a file by module.
 
     Args:
         entries: all tensors of the file.
-        config: the adapter's configuration; a refused feature it declares is not named again
-            for each tensor.
+        config: the adapter's configuration.
+        renaming: what the caller wants renamed and left out.
     """
-    sorter = _Sorter(config=config)
+    sorter = _Sorter(config=config, renaming=renaming or Renaming())
     for entry in sorted(entries, key=lambda entry: entry.key):
         sorter.add(entry)
     sorter.check_adapter_names()
-    pairs = tuple(sorter.pairs())
-    copies = dict(sorter.base_copies({pair.module for pair in pairs}))
+    sorter.check_modules()
+    copies = dict(sorter.copies())
+    found = tuple(sorter.pairs())
+    experts = sorter.take_experts(found)
     return Inventory(
-        pairs=pairs,
+        modules=tuple(
+            ModuleEntries(module=module, stored_as=sorter.stored_as[module], parts=parts)
+            for module, parts in sorted(sorter.modules.items())
+            if parts
+        ),
+        pairs=tuple(pair for pair in found if pair.module in sorter.modules),
+        experts=experts,
+        shared=sorter.shared,
         base_copies=copies,
+        duplicates=tuple(sorter.duplicates),
+        skipped=tuple(sorter.skipped),
         problems=tuple(sorter.problems),
-        has_more=sorter.has_more,
-    )
-
-
-def _pair(module: str, parts: Mapping[Part, TensorEntry], a: Part, b: Part) -> PairEntries:
-    return PairEntries(
-        module=module,
-        lora_a=parts[a],
-        lora_b=parts[b],
-        is_embedding=a is Part.EMBEDDING_A,
     )

@@ -14,32 +14,33 @@ import torch
 
 from lora_weights import checks
 from lora_weights.adapter import Adapter
+from lora_weights.assemble import LORA_DTYPES, Assembler
 from lora_weights.checkpoint import read_checkpoint
-from lora_weights.digest import compute_digest
+from lora_weights.digest import digest_file
 from lora_weights.errors import (
     AdapterError,
     InvalidAdapterError,
     Problem,
     SourceError,
 )
-from lora_weights.inventory import Inventory, PairEntries, take_inventory
-from lora_weights.modules import LoraPair, ModulePart
+from lora_weights.header_checks import check_header, check_max_rank
+from lora_weights.inventory import Inventory, take_inventory
 from lora_weights.names import Part
-from lora_weights.scaling import ModuleScaling, ScalingTable, fold_scaling_
+from lora_weights.renaming import Renaming
+from lora_weights.scaling import ModuleScaling, ScalingTable
 from lora_weights.sources.address import shown_source
 from lora_weights.sources.open import open_source
 from lora_weights.sources.options import DEFAULT_MAX_BYTES, FetchOptions
+from lora_weights.token_rows import assign_tokens
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping, Sequence
 
     from lora_weights.config import AdapterConfig
+    from lora_weights.modules import ModulePart
     from lora_weights.sources.folder import AdapterFiles
     from lora_weights.tensors import TensorFile
-
-LORA_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""Types an adapter can be held in."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,7 +58,7 @@ class Reading:
     inventory: Inventory | None = None
     """Its tensors by module."""
     scalings: dict[str, ModuleScaling] = field(default_factory=dict)
-    """Rank and scaling of each module with a pair."""
+    """Rank and scaling of each module."""
     digest: str | None = None
     """Content hash, when the inventory is clean."""
     adapter: Adapter | None = None
@@ -73,6 +74,8 @@ def load_adapter(
     cache_dir: str | os.PathLike[str] | None = None,
     max_bytes: int = DEFAULT_MAX_BYTES,
     storage_options: Mapping[str, object] | None = None,
+    rename: Mapping[str, str] | None = None,
+    skip_prefixes: Sequence[str] = (),
 ) -> Adapter:
     """Read an adapter and check everything that can be told without a base model.
 
@@ -81,13 +84,18 @@ def load_adapter(
             ``gs://bucket/folder`` (extra ``remote``), ``https://host/folder``, ``hf://owner/name``
             or ``owner/name``, both with an optional ``@revision`` (extra ``hub``). See
             `lora_weights.sources.address.parse_address` for what counts as which.
-        dtype: type of the tensors in memory (float32, float16, bfloat16); None keeps the file's.
+        dtype: type of the pairs in memory (float32, float16, bfloat16); None keeps the file's.
+            Whole modules and token rows keep theirs, gains and biases are float32.
         max_rank: largest rank accepted; None accepts any.
         allow_pickle: read ``adapter_model.bin`` or ``.pt`` where there is no safetensors file,
             with torch's restricted unpickler.
         cache_dir: where downloads are kept; None is ``.cache/lora-weights`` in the home folder.
         max_bytes: most bytes the files of the adapter may have together, wherever they lie.
         storage_options: credentials and endpoints of a remote source, as its storage takes them.
+        rename: prefix of a module path -> what stands in its place, in whole components. Patterns
+            of the configuration are matched against the names of the file.
+        skip_prefixes: prefixes of module paths whose tensors are left out, such as ``mtp.``; the
+            adapter lists them.
 
     Raises:
         AdapterNotFoundError: no folder there, or no ``adapter_config.json`` in it.
@@ -104,6 +112,7 @@ def load_adapter(
         fetch=FetchOptions(
             cache_dir=cache_dir, max_bytes=max_bytes, storage_options=storage_options or {}
         ),
+        renaming=Renaming(rename=rename or {}, skip_prefixes=skip_prefixes),
     )
     if reading.adapter is None:
         raise InvalidAdapterError(reading.problems, source=shown_source(source))
@@ -118,6 +127,7 @@ def read_adapter(
     allow_pickle: bool,
     fetch: FetchOptions,
     read_tensors: bool = True,
+    renaming: Renaming | None = None,
 ) -> Reading:
     """Read a source as far as its content allows.
 
@@ -141,7 +151,14 @@ def read_adapter(
                 max_bytes=fetch.max_bytes,
             )
             if reading.config is not None and reading.tensors is not None:
-                _check(reading, reading.config, reading.tensors, max_rank, dtype)
+                _check(
+                    reading,
+                    reading.config,
+                    reading.tensors,
+                    max_rank=max_rank,
+                    dtype=dtype,
+                    renaming=renaming or Renaming(),
+                )
             if not reading.problems:
                 opened.keep()
     except AdapterError:
@@ -155,111 +172,80 @@ def _check(
     reading: Reading,
     config: AdapterConfig,
     file: TensorFile,
+    *,
     max_rank: int | None,
     dtype: torch.dtype | None,
+    renaming: Renaming,
 ) -> None:
     """Check the tensors against the configuration; build the adapter when all is well."""
-    inventory = take_inventory(file.entries, config)
+    inventory = take_inventory(file.entries, config, renaming)
     table = ScalingTable(config)
-    scalings = {pair.module: table.resolve(pair.module) for pair in inventory.pairs}
+    scalings = {entries.module: table.resolve(entries.stored_as) for entries in inventory.modules}
+    rows = [entries.stored_as for entries in inventory.modules if Part.TOKEN_ROWS in entries.parts]
+    token_ids, problems = assign_tokens(rows, config)
     reading.inventory, reading.scalings = inventory, scalings
-    reading.problems += inventory.problems
-    for pair in inventory.pairs:
-        reading.problems += checks.check_pair(pair, scalings[pair.module].rank)
-    if max_rank is not None:
-        reading.problems += checks.check_max_rank(config, inventory.pairs, max_rank)
+    reading.problems += [*inventory.problems, *problems]
+    header_problems = list(check_header(inventory, config, scalings, token_ids))
+    reading.problems += header_problems
+    # The rank that other methods' factors make can be told only of factors that fit together.
+    is_sound = config.peft_type == "LORA" or not (header_problems or inventory.problems)
+    if max_rank is not None and is_sound:
+        reading.problems += check_max_rank(inventory, config, scalings, max_rank)
     if not file.has_numbers:
         return
     largest, problems = checks.check_finite(file)
-    reading.problems += problems
+    reading.problems += problems + checks.check_duplicates(file, inventory)
     reading.problems += checks.check_effect(file, inventory, scalings)
-    if not reading.problems:
-        reading.digest = _digest(config, file, inventory, scalings)
-        _build(reading, config, file, largest, dtype)
-
-
-def _digest(
-    config: AdapterConfig,
-    file: TensorFile,
-    inventory: Inventory,
-    scalings: Mapping[str, ModuleScaling],
-) -> str:
-    def records() -> Iterator[tuple[str, str, str, tuple[int, ...], memoryview]]:
-        for pair in inventory.pairs:
-            names = (Part.LORA_A, Part.LORA_B)
-            if pair.is_embedding:
-                names = (Part.EMBEDDING_A, Part.EMBEDDING_B)
-            for name, entry in zip(names, (pair.lora_a, pair.lora_b), strict=True):
-                yield pair.module, name.value, entry.dtype, entry.shape, file.content(entry)
-        for module, entry in inventory.base_copies.items():
-            copy = Part.BASE_WEIGHT.value
-            yield module, copy, entry.dtype, entry.shape, file.content(entry)
-
-    factors = {module: scaling.scaling for module, scaling in scalings.items()}
-    return compute_digest(config, factors, records())
+    if reading.problems:
+        return
+    reading.digest = digest_file(file, inventory, config, scalings, token_ids)
+    assembler = Assembler(
+        file,
+        inventory,
+        config,
+        table,
+        scalings=scalings,
+        token_ids=token_ids,
+        dtype=dtype,
+    )
+    _build(reading, config, assembler, largest, dtype)
 
 
 def _build(
     reading: Reading,
     config: AdapterConfig,
-    file: TensorFile,
+    assembler: Assembler,
     largest: float,
     dtype: torch.dtype | None,
 ) -> None:
     """Fold, cast and check the result. Writes the file's memory, so it comes after the digest."""
-    inventory, scalings = reading.inventory, reading.scalings
-    assert inventory is not None
     assert reading.digest is not None
-    # Base copies are large and soon compared and dropped; views would keep them in memory.
-    keep_file = not inventory.base_copies
-    pairs = {
-        pair.module: _build_pair(
-            file, pair, scalings[pair.module].scaling, dtype, keep_file=keep_file
-        )
-        for pair in inventory.pairs
-    }
+    assert reading.inventory is not None
+    parts = assembler.parts()
+    pairs = {path: part.pair for path, part in parts.items() if part.pair is not None}
     # Checking each tensor is slow; it is needed only when a product can leave a type's range.
-    factor = max(1.0, *(abs(scaling.scaling) for scaling in scalings.values()))
+    factor = max([1.0, *(abs(scaling.scaling) for scaling in reading.scalings.values())])
     held = {t.dtype for pair in pairs.values() for t in (pair.lora_a, pair.lora_b)}
     if any(largest * factor > torch.finfo(kind).max for kind in held):
         reading.problems += checks.check_overflow(pairs)
-    reading.problems += checks.check_tied(config, pairs)
     # A cast to a narrow type can turn the smallest values into zero.
-    if not any(bool(p.lora_a.any()) and bool(p.lora_b.any()) for p in pairs.values()):
+    if not any(_may_change(part) for part in parts.values()):
         reading.problems.append(checks.no_effect(f"zero in every pair when held in {dtype}"))
     if reading.problems:
         return
     reading.adapter = Adapter(
         config=config,
-        parts=MappingProxyType({name: ModulePart(pair=pair) for name, pair in pairs.items()}),
+        parts=MappingProxyType(parts),
         digest=reading.digest,
         source=reading.files.source,
-        base_copies=MappingProxyType(
-            {name: file.tensor(entry).clone() for name, entry in inventory.base_copies.items()}
-        ),
+        base_copies=MappingProxyType(assembler.base_copies()),
+        skipped=reading.inventory.skipped,
     )
 
 
-def _build_pair(
-    file: TensorFile,
-    pair: PairEntries,
-    scaling: float,
-    dtype: torch.dtype | None,
-    *,
-    keep_file: bool,
-) -> LoraPair:
-    """Return a pair with the scaling folded in: float32 product first, then the one cast."""
-    lora_a, lora_b = file.tensor(pair.lora_a), file.tensor(pair.lora_b)
-    if not keep_file:
-        lora_a, lora_b = lora_a.clone(), lora_b.clone()
-    target_a, target_b = (dtype or _held_dtype(t.dtype) for t in (lora_a, lora_b))
-    if lora_b.dtype == target_b:
-        lora_b = fold_scaling_(lora_b, scaling)
-    else:
-        lora_b = fold_scaling_(lora_b.to(torch.float32, copy=True), scaling).to(target_b)
-    return LoraPair(lora_a=lora_a.to(target_a), lora_b=lora_b, is_embedding=pair.is_embedding)
-
-
-def _held_dtype(stored: torch.dtype) -> torch.dtype:
-    """Return the type to hold a stored one in: float64 is held in float32."""
-    return stored if stored in LORA_DTYPES else torch.float32
+def _may_change(part: ModulePart) -> bool:
+    """Return whether a part holds anything besides a pair, or a pair that is not zero."""
+    pair = part.pair
+    if pair is None or part.nbytes != pair.nbytes:
+        return True
+    return bool(pair.lora_a.any()) and bool(pair.lora_b.any())

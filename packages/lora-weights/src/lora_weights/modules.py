@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from lora_weights.experts.stored import StoredExperts
+    from lora_weights.methods.factors import Factors
 
 
 class ModuleKind(StrEnum):
@@ -33,6 +34,11 @@ class ModuleShape:
     """`O` of a linear module, `D` of an embedding."""
     kind: ModuleKind = ModuleKind.LINEAR
     """Linear (Conv1D too) or embedding."""
+    is_transposed: bool = False
+    """Whether the base stores the weight as `[I, O]` (Conv1D), and so whole replacements of it."""
+    max_out_features: int | None = None
+    """Most rows a whole replacement may have, for a head whose labels an adapter may choose; None
+    for any other module, whose replacement has `O` rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -111,6 +117,8 @@ class ModulePart:
     """`[O]`, DoRA's magnitude vector."""
     gain: torch.Tensor | None = None
     """`[O]`, factor of the module's output (IA3)."""
+    factors: Factors | None = None
+    """The update of VeRA, LoHa or LoKr, which becomes a pair when the part is bound."""
     full: FullModule | None = None
     """A whole replacement; then there is nothing else."""
     token_rows: TokenRows | None = None
@@ -124,8 +132,15 @@ class ModulePart:
         return self.magnitude is None and self.gain is None and self.full is None
 
     @property
+    def rank(self) -> int:
+        """Largest rank of anything low-rank; 0 when there is nothing."""
+        ranks = [part.rank for part in (self.pair, self.experts) if part is not None]
+        ranks += [] if self.factors is None else [self.factors.rank()]
+        return max(ranks, default=0)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         vectors = (self.lora_bias, self.bias, self.magnitude, self.gain)
-        wholes = (self.pair, self.full, self.token_rows, self.experts)
+        wholes = (self.pair, self.factors, self.full, self.token_rows, self.experts)
         return sum(part.nbytes for part in (*vectors, *wholes) if part is not None)

@@ -9,6 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 PEFT_PREFIX = "base_model.model."
 
@@ -30,19 +35,40 @@ FOREIGN_SUFFIXES = (
 
 
 class Part(StrEnum):
-    """What one tensor is to its module."""
+    """What one tensor is to its module; the value ends the key that PEFT reads."""
 
-    LORA_A = "lora_A"
-    LORA_B = "lora_B"
+    LORA_A = "lora_A.weight"
+    LORA_B = "lora_B.weight"
     EMBEDDING_A = "lora_embedding_A"
     EMBEDDING_B = "lora_embedding_B"
     LORA_BIAS = "lora_B.bias"
     MAGNITUDE = "lora_magnitude_vector"
+    TOKEN_ROWS = "token_adapter.trainable_tokens_delta"  # noqa: S105
+    IA3_GAIN = "ia3_l"
+    VERA_B = "vera_lambda_b"
+    VERA_D = "vera_lambda_d"
+    VERA_SHARED_A = "vera_A"
+    VERA_SHARED_B = "vera_B"
+    HADA_W1_A = "hada_w1_a"
+    HADA_W1_B = "hada_w1_b"
+    HADA_W2_A = "hada_w2_a"
+    HADA_W2_B = "hada_w2_b"
+    HADA_T1 = "hada_t1"
+    HADA_T2 = "hada_t2"
+    LOKR_W1 = "lokr_w1"
+    LOKR_W1_A = "lokr_w1_a"
+    LOKR_W1_B = "lokr_w1_b"
+    LOKR_W2 = "lokr_w2"
+    LOKR_W2_A = "lokr_w2_a"
+    LOKR_W2_B = "lokr_w2_b"
+    LOKR_T2 = "lokr_t2"
     BASE_WEIGHT = "base_layer.weight"
     BASE_BIAS = "base_layer.bias"
-    ORIGINAL = "original_module"
+    ORIGINAL_WEIGHT = "original_module.weight"
+    ORIGINAL_BIAS = "original_module.bias"
     FULL_WEIGHT = "weight"
     FULL_BIAS = "bias"
+    TRAINING_STATE = "lora_velora_embed"
     FOREIGN = "foreign"
     UNKNOWN = "unknown"
 
@@ -50,14 +76,29 @@ class Part(StrEnum):
 PAIR_PARTS = frozenset({Part.LORA_A, Part.LORA_B, Part.EMBEDDING_A, Part.EMBEDDING_B})
 """The parts that make a low-rank pair."""
 
-_MARKERS = {
-    "lora_A": (Part.LORA_A, ("weight",)),
-    "lora_B": (Part.LORA_B, ("weight", "bias")),
-    "lora_embedding_A": (Part.EMBEDDING_A, ("",)),
-    "lora_embedding_B": (Part.EMBEDDING_B, ("",)),
-    # PEFT writes the vector with and without ".weight", by release.
-    "lora_magnitude_vector": (Part.MAGNITUDE, ("weight", "")),
-}
+SHARED_PARTS = frozenset({Part.VERA_SHARED_A, Part.VERA_SHARED_B})
+"""Parts that belong to no module: one of each serves all of them."""
+
+_BARE = (
+    Part.EMBEDDING_A,
+    Part.EMBEDDING_B,
+    Part.IA3_GAIN,
+    *(part for part in Part if part.value.startswith(("vera_", "hada_", "lokr_"))),
+    Part.TRAINING_STATE,
+)
+"""Parts that are parameters or buffers by themselves, so that no ".weight" follows."""
+
+_MARKERS: Mapping[str, Mapping[str, Part]] = MappingProxyType(
+    {
+        "lora_A": {"weight": Part.LORA_A},
+        "lora_B": {"weight": Part.LORA_B, "bias": Part.LORA_BIAS},
+        # PEFT writes the vector with and without ".weight", by release.
+        "lora_magnitude_vector": {"weight": Part.MAGNITUDE, "": Part.MAGNITUDE},
+        "trainable_tokens_delta": {"": Part.TOKEN_ROWS},
+        **{part.value: {"": part} for part in _BARE},
+    }
+)
+"""Segment that names a part -> what may follow it -> the part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,21 +121,21 @@ def parse_key(key: str) -> ParsedKey:
 
     Returns:
         Module, part and adapter name; part `UNKNOWN` with the whole cleaned key as the module
-        when nothing fits.
+        when nothing fits. The module of a shared part is empty.
     """
     segments = strip_prefix(key).split(".")
-    for position in range(len(segments) - 1, 0, -1):
-        marker = _MARKERS.get(segments[position])
-        if marker is not None:
-            return _parse_lora(segments, position, *marker)
+    for position in range(len(segments) - 1, -1, -1):
+        endings = _MARKERS.get(segments[position])
+        if endings is not None:
+            return _parse_marked(segments, position, endings)
     return _parse_plain(segments)
 
 
 def strip_prefix(key: str) -> str:
     """Return a key without the prefixes of PEFT and of torch's wrappers.
 
-    One ``base_model.model.`` is removed, and a leading ``module.`` (data parallel) on either side
-    of it; a key without them keeps its full name.
+    One ``base_model.model.`` is removed, and a leading ``module.`` (data parallel) before it; a
+    key without them keeps its full name.
     """
     if "_orig_mod" in key or "_wrapped_module" in key:
         key = ".".join(part for part in key.split(".") if part not in WRAPPER_SEGMENTS)
@@ -102,28 +143,28 @@ def strip_prefix(key: str) -> str:
     return key.removeprefix(PEFT_PREFIX)
 
 
-def _parse_lora(
-    segments: list[str], position: int, part: Part, endings: tuple[str, ...]
-) -> ParsedKey:
+def _parse_marked(segments: list[str], position: int, endings: Mapping[str, Part]) -> ParsedKey:
     """Parse what follows a marker: an ending, or the adapter's name and an ending."""
-    module, rest = ".".join(segments[:position]), segments[position + 1 :]
-    for ending in endings:
+    path, rest = segments[:position], segments[position + 1 :]
+    for ending, part in endings.items():
         tail = [ending] if ending else []
         name = rest[: len(rest) - len(tail)]
-        if len(name) <= 1 and rest[len(name) :] == tail:
-            found = Part.LORA_BIAS if ending == "bias" else part
-            return ParsedKey(module, _not_weight(found, name), name[0] if name else None)
+        if len(name) > 1 or rest[len(name) :] != tail:
+            continue
+        if not ending and name in (["weight"], ["bias"]):
+            break
+        if part in SHARED_PARTS:
+            path = [] if path == ["base_model"] else path
+        elif part is Part.TOKEN_ROWS and path[-1:] == ["token_adapter"]:
+            path = path[:-1]
+        if bool(path) is (part in SHARED_PARTS):
+            break
+        return ParsedKey(".".join(path), part, name[0] if name else None)
     return ParsedKey(".".join(segments), Part.UNKNOWN)
 
 
-def _not_weight(part: Part, name: list[str]) -> Part:
-    """Return the part, or UNKNOWN for an embedding factor that ends in ".weight" or ".bias"."""
-    is_embedding = part in (Part.EMBEDDING_A, Part.EMBEDDING_B)
-    return Part.UNKNOWN if is_embedding and name in (["weight"], ["bias"]) else part
-
-
 def _parse_plain(segments: list[str]) -> ParsedKey:
-    """Parse a key without a LoRA marker: a whole weight or bias, or a copy of the base's."""
+    """Parse a key without a marker: a whole weight or bias, or a copy of the base's."""
     key = ".".join(segments)
     if f".{key}".endswith(FOREIGN_SUFFIXES):
         return ParsedKey(key, Part.FOREIGN)
@@ -132,19 +173,23 @@ def _parse_plain(segments: list[str]) -> ParsedKey:
     is_bias = segments[-1] == "bias"
     path = segments[:-1]
     if path[-1] == "base_layer" and len(path) > 1:
-        return ParsedKey(".".join(path[:-1]), Part.BASE_BIAS if is_bias else Part.BASE_WEIGHT)
+        owner = path[:-2] if path[-2] == "token_adapter" else path[:-1]
+        part = Part.BASE_BIAS if is_bias else Part.BASE_WEIGHT
+        return ParsedKey(".".join(owner), part if owner else Part.UNKNOWN)
     if "original_module" in path[1:]:
-        return ParsedKey(".".join(path[: path.index("original_module")]), Part.ORIGINAL)
-    full = Part.FULL_BIAS if is_bias else Part.FULL_WEIGHT
-    if "modules_to_save" in path[1:-1]:
-        # <module>.modules_to_save.<adapter>.<inner path of the saved module>
+        position = path.index("original_module", 1)
+        part = Part.ORIGINAL_BIAS if is_bias else Part.ORIGINAL_WEIGHT
+        return ParsedKey(".".join(path[:position] + path[position + 1 :]), part)
+    part = Part.FULL_BIAS if is_bias else Part.FULL_WEIGHT
+    if "modules_to_save" in path[1:]:
+        # <module>.modules_to_save.<adapter>.<inner path of the saved module>; the adapter is left
+        # out of what PEFT saves for ``bias="all"``.
         position = path.index("modules_to_save", 1)
-        inner = path[position + 2 :]
-        return ParsedKey(".".join(path[:position] + inner), full, path[position + 1])
-    return ParsedKey(".".join(path), full)
+        name, inner = path[position + 1 : position + 2], path[position + 2 :]
+        return ParsedKey(".".join(path[:position] + inner), part, name[0] if name else None)
+    return ParsedKey(".".join(path), part)
 
 
 def build_key(module: str, part: Part) -> str:
-    """Return the tensor key that PEFT reads for a part of a module."""
-    suffix = {Part.LORA_A: "lora_A.weight", Part.LORA_B: "lora_B.weight"}.get(part, part.value)
-    return f"{PEFT_PREFIX}{module}.{suffix}"
+    """Return the tensor key that PEFT reads for a part of a module, or for a shared part."""
+    return f"{PEFT_PREFIX}{module}.{part.value}" if module else f"base_model.{part.value}"

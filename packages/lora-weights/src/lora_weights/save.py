@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lora_weights.adapter import Adapter
 from lora_weights.fields import CONFIG_FILE
-from lora_weights.names import Part, build_key
 from lora_weights.sources.folder import WEIGHT_FILES
 from lora_weights.tensors import write_safetensors
+from lora_weights.unfold import unfold_config, unfold_tensors
 
 if TYPE_CHECKING:
     import os
@@ -34,9 +33,9 @@ class RawAdapter:
 def save_adapter(adapter: Adapter | RawAdapter, folder: str | os.PathLike[str]) -> Path:
     """Write an adapter so that PEFT loads it again.
 
-    A `RawAdapter` is written as it is. An `Adapter` has its scaling in B already; it is written
-    with a configuration whose scaling is exactly 1 for every module, so that the values read back
-    are bit-equal. Its digest is then another one, since the stored tensors are.
+    A `RawAdapter` is written as it is. An `Adapter` of a LoRA has its scaling in B already; it is
+    written with a configuration whose scaling is exactly 1 for every module, so that the values
+    read back are bit-equal. Its digest is then another one, since the stored tensors are.
 
     Args:
         adapter: what to write.
@@ -66,34 +65,5 @@ def _json_value(value: object) -> object:
 
 
 def unfolded(adapter: Adapter) -> RawAdapter:
-    """Return an adapter with folded scaling in PEFT's form, with scaling 1 for every module."""
-    pairs = {path: part.pair for path, part in adapter.parts.items() if part.pair is not None}
-    ranks = {f"^{re.escape(path)}": pair.rank for path, pair in pairs.items()}
-    default = adapter.rank
-    patterns = {pattern: rank for pattern, rank in ranks.items() if rank != default}
-    config = {
-        **adapter.config.raw,
-        "peft_type": adapter.config.peft_type,
-        "r": default,
-        "lora_alpha": default,
-        "use_rslora": False,
-        "rank_pattern": patterns,
-        "alpha_pattern": dict(patterns),
-        # Exactly the modules in the file; nothing that would narrow or widen them on loading.
-        "target_modules": sorted(pairs),
-        "exclude_modules": None,
-        "layers_to_transform": None,
-        "layers_pattern": None,
-        "modules_to_save": None,
-        "init_lora_weights": True,
-    }
-    tensors = {}
-    for path, pair in pairs.items():
-        names = (Part.LORA_A, Part.LORA_B)
-        if pair.is_embedding:
-            names = (Part.EMBEDDING_A, Part.EMBEDDING_B)
-        tensors[build_key(path, names[0])] = pair.lora_a
-        tensors[build_key(path, names[1])] = pair.lora_b
-    for path, copy in adapter.base_copies.items():
-        tensors[build_key(path, Part.BASE_WEIGHT)] = copy
-    return RawAdapter(config=config, tensors=tensors)
+    """Return an adapter in the form that PEFT's files have."""
+    return RawAdapter(config=unfold_config(adapter), tensors=unfold_tensors(adapter))

@@ -136,11 +136,17 @@ class ScalingTable:
             module: its path as the checkpoint spells it, without PEFT's prefix.
         """
         rank = self._ranks.lookup(module)
-        alpha = self._alphas.lookup(module)
         rank = self._config.r if rank is None else rank
-        alpha = self._config.lora_alpha if alpha is None else alpha
+        alpha = self.alpha(module)
+        if not rank:  # a method without pairs
+            return ModuleScaling(rank=0, scaling=1.0)
         divisor = math.sqrt(rank) if self._config.use_rslora else rank
         return ModuleScaling(rank=rank, scaling=alpha / divisor)
+
+    def alpha(self, module: str) -> float:
+        """Return the alpha of a module, named as for `resolve`."""
+        alpha = self._alphas.lookup(module)
+        return self._config.lora_alpha if alpha is None else alpha
 
 
 def fold_scaling_(lora_b: torch.Tensor, scaling: float) -> torch.Tensor:

@@ -1,61 +1,35 @@
-"""``bind_adapter``: an adapter's modules -> a base model's modules, shapes and ranks checked.
+"""``bind_adapter``: an adapter's modules -> a base model's modules, everything checked.
 
-Knows a base model only as a table of module paths and shapes.
-Shapes: `r` rank, `I` in, `O` out, `V` vocabulary, `D` embedding width.
+Knows a base model only as a table of module paths and shapes, and its tensors where they matter.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
+from lora_weights.binding import bind_part
 from lora_weights.bound import BoundPart
+from lora_weights.checks import no_effect
 from lora_weights.errors import InvalidAdapterError, Problem, ProblemCode
 from lora_weights.experts import ExpertShape
 from lora_weights.experts.bind import bind_experts, group_experts
-from lora_weights.modules import ModuleKind
+from lora_weights.paths import ModulePaths, check_dropped_prefixes, resolve_paths
+from lora_weights.placement import is_saved_as
+from lora_weights.tied import add_tied_parts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from lora_weights.adapter import Adapter
     from lora_weights.bound import BaseTensors
-    from lora_weights.modules import LoraPair, ModuleShape
+    from lora_weights.config import AdapterConfig
+    from lora_weights.modules import ModulePart, ModuleShape
 
-_MAX_LISTED = 4
-
-
-class ModulePaths:
-    """Finds the base model's module for a path that a checkpoint names.
-
-    An exact name wins. Otherwise one path must be the tail of the other, or become it when a
-    leading ``model.`` on both is left out (text-only names inside a multimodal wrapper); exactly
-    one module of the base may fit.
-    """
-
-    def __init__(self, paths: Iterable[str]) -> None:
-        self._paths = frozenset(paths)
-        self._by_name: dict[str, list[str]] = {}
-        for path in sorted(self._paths):
-            self._by_name.setdefault(path.rpartition(".")[2], []).append(path)
-
-    def find(self, path: str) -> list[str]:
-        """Return the modules that fit: one when it is clear, none, or several."""
-        if path in self._paths:
-            return [path]
-        same_name = self._by_name.get(path.rpartition(".")[2], [])
-        found = [base for base in same_name if _is_tail(path, base) or _is_tail(base, path)]
-        if not found and path.startswith("model."):
-            inner = path.removeprefix("model.")
-            found = [
-                base for base in same_name if base.startswith("model.") and _is_tail(inner, base)
-            ]
-        return found
-
-
-def _is_tail(tail: str, path: str) -> bool:
-    return path.endswith(tail) and path[-len(tail) - 1 : -len(tail)] == "."
+_GAIN_ROUNDING = 1e-6
+"""How far a DoRA gain may be from 1 by rounding alone."""
 
 
 def bind_adapter(
@@ -69,10 +43,11 @@ def bind_adapter(
 
     Args:
         adapter: a checked adapter.
-        shapes: module path in the base model -> size, for every module that can take a pair.
-        max_rank: largest rank accepted.
+        shapes: module path in the base model -> size, for every module that can take a part. A
+            head that is tied to the embedding is one of them.
+        max_rank: largest rank accepted, of pairs and of the exact pairs that factors make.
         base: returns the base's tensors of a module path in `shapes`, or None where it cannot.
-            What depends on them (DoRA, replaced biases, token rows, copies of base weights) is
+            What depends on them (DoRA, replaced biases, token rows, copies of base tensors) is
             refused by name without.
 
     Returns:
@@ -80,181 +55,204 @@ def bind_adapter(
 
     Raises:
         InvalidAdapterError: a module is unknown, ambiguous, of another kind or size, named twice,
-            above `max_rank`, its stored base weight differs, or the layout of expert tensors
-            cannot be told; names all of them.
+            above `max_rank`, its stored base tensors differ, the layout of expert tensors cannot
+            be told, or the adapter would change nothing; names all of them.
     """
+    tensors = base or _no_tensors
     paths = ModulePaths(shapes)
     groups, others = group_experts(adapter.parts, shapes, paths.find)
-    targets, problems = _resolve(others, paths)
+    targets, problems = resolve_paths(others, paths)
     experts_paths = {group.experts: target for target, group in groups.items()}
-    problems += _check_dropped_prefixes(targets | experts_paths)
-    bound = {}
-    for path, target in targets.items():
-        part, shape = adapter.parts[path], shapes[target]
+    problems += check_dropped_prefixes(targets | experts_paths)
+    names = {target: path for path, target in targets.items()}
+    parts = {target: adapter.parts[path] for target, path in names.items()}
+    problems += _check_tying(adapter.config, parts, base)
+    parts = add_tied_parts(parts, shapes, adapter.config, tensors)
+    bound: dict[str, BoundPart] = {}
+    for target, part in parts.items():
+        path, shape = names.get(target, target), shapes[target]
         if isinstance(shape, ExpertShape):
             problems.append(_problem(ProblemCode.KIND_MISMATCH, path, "", "a module", "experts"))
             continue
-        if part.experts is not None:
-            found, expected = "a stacked pair of experts", "one for a module"
-            problems.append(_problem(ProblemCode.KIND_MISMATCH, path, "", found, expected))
-        if part.pair is not None:
-            problems += _check_pair(path, part.pair, shape, max_rank)
-        gain = None if part.gain is None else part.gain.float()
-        bound[target] = BoundPart(pair=part.pair, full=part.full, gain=gain)
+        own = partial(tensors, target)
+        piece, more = bind_part(path, part, shape, own, max_rank=max_rank)
+        problems += more
+        if piece is not None:
+            bound[target] = piece
     for target, group in groups.items():
         experts, more = bind_experts(group, max_rank=max_rank)
         problems += more
         if experts is not None:
             bound[target] = BoundPart(experts=experts)
-    problems += _check_saved_modules(adapter, shapes)
-    problems += _check_base_copies(adapter, targets, base)
+    problems += _check_saved_modules(adapter.config, parts, shapes)
+    problems += _check_token_names(adapter.config, parts, shapes)
+    problems += _check_biases(adapter.config, parts, tensors)
+    problems += _check_base_copies(adapter, paths, shapes, tensors)
+    if not problems and not any(_has_effect(path, part, tensors) for path, part in bound.items()):
+        problems.append(no_effect("without effect on this base"))
     if problems:
         raise InvalidAdapterError(problems, source=adapter.source)
     return bound
 
 
-def _resolve(parts: Iterable[str], paths: ModulePaths) -> tuple[dict[str, str], list[Problem]]:
-    """Return checkpoint path -> base path, and the modules without one clear place."""
-    problems = []
-    targets: dict[str, str] = {}
-    owners: dict[str, str] = {}
-    for path in parts:
-        found = paths.find(path)
-        if len(found) != 1:
-            problems.append(_not_placed(path, found))
-        elif found[0] in owners:
-            problems.append(_placed_twice(path, found[0], owners[found[0]]))
-        else:
-            targets[path] = found[0]
-            owners[found[0]] = path
-    return targets, problems
-
-
-def _not_placed(path: str, found: list[str]) -> Problem:
-    if not found:
-        return Problem(
-            code=ProblemCode.UNKNOWN_MODULE,
-            module=path,
-            found="not a module of the base model that takes an adapter",
-        )
-    listed = ", ".join(found[:_MAX_LISTED]) + (", ..." if len(found) > _MAX_LISTED else "")
-    return Problem(
-        code=ProblemCode.AMBIGUOUS_MODULE,
-        module=path,
-        found=f"the tail of {len(found)} modules ({listed})",
-        expected="of exactly one",
-    )
-
-
-def _placed_twice(path: str, base: str, other: str) -> Problem:
-    return Problem(
-        code=ProblemCode.DUPLICATE_MODULE,
-        module=path,
-        found=f"meant for {base}, and so is {other}",
-        expected="one entry a module",
-    )
-
-
-def _check_dropped_prefixes(targets: Mapping[str, str]) -> list[Problem]:
-    """Return problems when different leading parts were left out of the checkpoint's paths.
-
-    One left-out prefix is a spelling of the whole model. Two are two models, of which the base
-    has one at most.
-    """
-    dropped: dict[str, list[str]] = {}
-    for path, base in targets.items():
-        if _is_tail(base, path):
-            dropped.setdefault(path[: -len(base) - 1], []).append(path)
-    if len(dropped) <= 1:
-        return []
-    prefixes = ", ".join(sorted(dropped))
-    return [
-        Problem(
-            code=ProblemCode.AMBIGUOUS_MODULE,
-            module=path,
-            found=f"below one of several prefixes that the base lacks ({prefixes})",
-            expected="one prefix for all modules",
-        )
-        for paths in dropped.values()
-        for path in paths
-    ]
-
-
-def _check_pair(path: str, pair: LoraPair, shape: ModuleShape, max_rank: int) -> list[Problem]:
-    """Return what does not fit between a pair and its module."""
-    if pair.is_embedding != (shape.kind is ModuleKind.EMBEDDING):
-        found = "the pair of an embedding" if pair.is_embedding else "the pair of a linear module"
-        expected = f"one for {'an embedding' if not pair.is_embedding else 'a linear module'}"
-        return [_problem(ProblemCode.KIND_MISMATCH, path, "", found, expected)]
-    names = ("lora_embedding_A", "lora_embedding_B") if pair.is_embedding else ("lora_A", "lora_B")
-    rank, problems = pair.rank, []
-    if rank > max_rank:
-        expected = f"at most {max_rank}"
-        problems.append(
-            _problem(ProblemCode.RANK_TOO_LARGE, path, names[0], f"rank {rank}", expected)
-        )
-    for name, tensor, size in (
-        (names[0], pair.lora_a, [rank, shape.in_features]),
-        (names[1], pair.lora_b, [shape.out_features, rank]),
-    ):
-        if list(tensor.shape) != size:
-            found = str(list(tensor.shape))
-            problems.append(_problem(ProblemCode.SHAPE_MISMATCH, path, name, found, str(size)))
-    return problems
+def _no_tensors(path: str) -> None:
+    """Stand in for a base whose tensors are not at hand."""
+    del path
 
 
 def _problem(code: ProblemCode, module: str, tensor: str, found: str, expected: str) -> Problem:
     return Problem(code=code, module=module, tensor=tensor, found=found, expected=expected)
 
 
-def _check_saved_modules(
-    adapter: Adapter, shapes: Mapping[str, ModuleShape | ExpertShape]
+def _check_tying(
+    config: AdapterConfig,
+    parts: Mapping[str, ModulePart],
+    base: Callable[[str], BaseTensors | None] | None,
 ) -> list[Problem]:
-    """Return a problem for each listed module that the base has and the file has no weight for.
+    """Return a problem when nobody can say whether a head follows an embedding's part."""
+    if base is not None or not config.ensure_weight_tying:
+        return []
+    embeddings = [path for path, part in parts.items() if part.pair and part.pair.is_embedding]
+    heads = [path for path, part in parts.items() if path not in embeddings and part.pair]
+    if not embeddings or any(_are_transposed(parts, embeddings, head) for head in heads):
+        return []
+    return [
+        _problem(
+            ProblemCode.NEEDS_BASE,
+            path,
+            "lora_embedding_A",
+            "tied to a head (ensure_weight_tying) whose pair is not in the file",
+            "the base's own tensors to be at hand, which tell whether it has such a head",
+        )
+        for path in embeddings
+    ]
+
+
+def _are_transposed(parts: Mapping[str, ModulePart], embeddings: Iterable[str], head: str) -> bool:
+    pairs = [pair for path in embeddings if (pair := parts[path].pair) is not None]
+    own = parts[head].pair
+    return own is not None and any(
+        own.lora_a.shape == pair.lora_b.T.shape and own.lora_b.shape == pair.lora_a.T.shape
+        for pair in pairs
+    )
+
+
+def _check_saved_modules(
+    config: AdapterConfig,
+    parts: Mapping[str, ModulePart],
+    shapes: Mapping[str, ModuleShape | ExpertShape],
+) -> Iterator[Problem]:
+    """Yield a problem for each listed module that the base has and the file has no weight for.
 
     PEFT lists heads that a model may not have, so a listed name without a module is normal.
     """
-    whole = {path for path, part in adapter.parts.items() if part.full is not None}
-    return [
-        _problem(
-            ProblemCode.MISSING_WEIGHTS,
-            base,
-            "weight",
-            f"listed in modules_to_save ({name}) and not in the file",
-            "its trained weight",
-        )
-        for name in adapter.config.modules_to_save
-        for base in shapes
-        if (base == name or _is_tail(name, base))
-        and not any(path in (base, name) or _is_tail(name, path) for path in whole)
-    ]
+    whole = {path for path, part in parts.items() if part.full is not None}
+    for base in shapes:
+        name = next((name for name in config.modules_to_save if is_saved_as(base, name)), None)
+        if name is not None and base not in whole:
+            found = f"listed in modules_to_save ({name}) and not in the file"
+            code = ProblemCode.MISSING_WEIGHTS
+            yield _problem(code, base, "weight", found, "its trained weight")
+
+
+def _check_token_names(
+    config: AdapterConfig,
+    parts: Mapping[str, ModulePart],
+    shapes: Mapping[str, ModuleShape | ExpertShape],
+) -> Iterator[Problem]:
+    """Yield a problem for each module with trained tokens that has no rows of its own or tied."""
+    indices = config.trainable_token_indices
+    for name in indices if indices is not None and not isinstance(indices, tuple) else ():
+        for base in shapes:
+            if base.endswith(name) and (base not in parts or parts[base].token_rows is None):
+                found = "named in trainable_token_indices, without rows and not tied to any"
+                expected = "its trained rows"
+                yield _problem(ProblemCode.MISSING_WEIGHTS, base, name, found, expected)
+
+
+def _check_biases(
+    config: AdapterConfig,
+    parts: Mapping[str, ModulePart],
+    base: Callable[[str], BaseTensors | None],
+) -> Iterator[Problem]:
+    """Yield a problem for each module whose bias was trained and is not in the file."""
+    if config.bias == "none":
+        return
+    for path, part in parts.items():
+        is_adapted = part.pair is not None or part.factors is not None
+        if not is_adapted or part.bias is not None:
+            continue
+        tensors = base(path)
+        if tensors is not None and tensors.bias is not None:
+            found = f"trained (bias {config.bias}) and not in the file"
+            code = ProblemCode.MISSING_WEIGHTS
+            yield _problem(code, path, "bias", found, "the trained bias of every adapted module")
 
 
 def _check_base_copies(
     adapter: Adapter,
-    targets: Mapping[str, str],
-    base: Callable[[str], BaseTensors | None] | None,
-) -> list[Problem]:
-    """Return a problem for each stored base weight that is not known to equal the base's."""
-    problems = []
-    for path, copy in adapter.base_copies.items():
-        tensors = base(targets[path]) if base is not None and path in targets else None
-        if tensors is None:
-            found = "a copy of the base's weight that cannot be compared"
-        elif copy.shape != tensors.weight.shape:
-            found = f"{list(copy.shape)}, not the base's {list(tensors.weight.shape)}"
-        # A base served in a narrower type is still the base the adapter was trained on.
-        elif not torch.equal(copy.to(tensors.weight.dtype), tensors.weight.detach().cpu()):
-            found = "another weight than the base's"
-        else:
-            continue
-        problems.append(
-            _problem(
-                ProblemCode.BASE_COPY_DIFFERS,
-                path,
-                "base_layer.weight",
-                found,
-                "a weight equal to the base's; save the adapter with save_embedding_layers=False",
-            )
-        )
-    return problems
+    paths: ModulePaths,
+    shapes: Mapping[str, ModuleShape | ExpertShape],
+    base: Callable[[str], BaseTensors | None],
+) -> Iterator[Problem]:
+    """Yield a problem for each stored base tensor that is not known to equal the base's."""
+    for path, copies in adapter.base_copies.items():
+        found = paths.find(path)
+        tensors = base(found[0]) if len(found) == 1 else None
+        is_transposed = len(found) == 1 and _is_transposed(shapes[found[0]])
+        for key, copy in copies.weights.items():
+            own = None if tensors is None else tensors.weight
+            own = own.T if own is not None and is_transposed else own
+            yield from _compare_copy(path, key, copy, own)
+        for key, copy in copies.biases.items():
+            yield from _compare_copy(path, key, copy, None if tensors is None else tensors.bias)
+
+
+def _is_transposed(shape: ModuleShape | ExpertShape) -> bool:
+    return not isinstance(shape, ExpertShape) and shape.is_transposed
+
+
+def _compare_copy(
+    path: str, key: str, copy: torch.Tensor, own: torch.Tensor | None
+) -> Iterator[Problem]:
+    name = key.rpartition(".")[2]
+    if own is None:
+        found = f"a copy of the base's {name} that cannot be compared"
+    elif copy.shape != own.shape:
+        found = f"{list(copy.shape)}, not the base's {list(own.shape)}"
+    # A base served in a narrower type is still the base the adapter was trained on.
+    elif not torch.equal(copy.to(own.dtype), own.detach().cpu()):
+        found = f"another {name} than the base's"
+    else:
+        return
+    expected = (
+        f"a {name} equal to the base's; save the adapter with save_embedding_layers=False, and "
+        "without what was not trained"
+    )
+    yield _problem(ProblemCode.BASE_COPY_DIFFERS, path, key, found, expected)
+
+
+def _has_effect(path: str, part: BoundPart, base: Callable[[str], BaseTensors | None]) -> bool:
+    """Return whether a part changes what its module computes."""
+    pair, full = part.pair, part.full
+    if part.experts is not None or (
+        pair is not None and bool(pair.lora_b.any()) and bool(pair.lora_a.any())
+    ):
+        return True
+    if part.gain is not None and bool(((part.gain - 1).abs() > _GAIN_ROUNDING).any()):
+        return True
+    if part.bias is not None and bool(part.bias.any()):
+        return part.gain is None or bool((part.bias.abs() > _GAIN_ROUNDING).any())
+    return full is not None and not _is_base(full.weight, full.bias, base(path))
+
+
+def _is_base(weight: torch.Tensor, bias: torch.Tensor | None, tensors: BaseTensors | None) -> bool:
+    """Return whether a whole replacement is known to be what the base has already."""
+    if tensors is None or weight.shape != tensors.weight.shape:
+        return False
+    own = tensors.weight.detach().cpu()
+    if not torch.equal(weight.to(own.dtype), own):
+        return False
+    if bias is None or tensors.bias is None:
+        return True
+    return torch.equal(bias.to(tensors.bias.dtype), tensors.bias.detach().cpu())
