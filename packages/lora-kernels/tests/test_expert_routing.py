@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
@@ -22,10 +24,11 @@ NUM_SLOTS = 3
 def pairs_of(found: ExpertRouting) -> list[tuple[int, int, int, int]]:
     """Slot, expert, row and pair of everything in a group."""
     rows, pairs = found.pair_rows.tolist(), found.pair_idx.tolist()
+    bounds, keys = (part.tolist() for part in found.groups)
     return [
-        (group.slot, group.expert, rows[m], pairs[m])
-        for group in found.groups
-        for m in range(group.start, group.end)
+        (*divmod(key, found.num_experts), rows[m], pairs[m])
+        for key, (start, end) in zip(keys, pairwise(bounds), strict=True)
+        for m in range(start, end)
     ]
 
 
@@ -65,12 +68,13 @@ def test_pairs_are_sorted_by_slot_and_expert_and_keep_the_order_of_the_entries(
     found = align_experts(routing, expert_ids, num_experts=num_experts, expert_offset=offset)
 
     assert pairs_of(found) == expected
-    assert found.num_pairs == len(expected)
-    assert found.scales[: found.num_pairs].tolist() == [
+    bounds, keys = (part.tolist() for part in found.groups)
+    assert bounds[-1] == len(expected)
+    assert found.scales[: len(expected)].tolist() == [
         0.5 + row // num_choices for _, _, row, _ in expected
     ]
-    groups = [(group.slot, group.expert) for group in found.groups]
-    assert groups == sorted(set(groups))
+    present = [key for key, (start, end) in zip(keys, pairwise(bounds), strict=True) if end > start]
+    assert present == sorted({slot * num_experts + expert for slot, expert, _, _ in expected})
 
 
 def test_the_sizes_follow_from_the_shapes_alone() -> None:
@@ -78,13 +82,10 @@ def test_the_sizes_follow_from_the_shapes_alone() -> None:
     some = align_experts(routing, torch.tensor([[0, 1]] * 5), num_experts=2)
     none = align_experts(routing, torch.full((5, 2), -1), num_experts=2)
 
-    for name in ("pair_idx", "pair_rows", "scales", "group_indptr", "group_keys", "local_ids"):
+    for name in ("pair_idx", "pair_keys", "pair_rows", "scales", "local_ids"):
         assert getattr(some, name).shape == getattr(none, name).shape
-    assert some.group_indptr.tolist() == [0, 1, 2, 4, 6, 7, 8]
-    assert some.group_keys.tolist() == [0, 1, 2, 3, 4, 5]
-    assert none.group_indptr.tolist() == [0] * 7
-    assert none.groups == ()
-    assert none.num_pairs == 0
+    assert [part.tolist() for part in some.groups] == [[0, 1, 2, 4, 6, 7, 8], [0, 1, 2, 3, 4, 5]]
+    assert [part.tolist() for part in none.groups] == [[0] * 7, [0] * 6]
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
@@ -96,7 +97,7 @@ def test_ids_that_are_not_here_have_no_pair(dtype: torch.dtype) -> None:
     found = align_experts(routing, ids, num_experts=2, expert_offset=4)
 
     assert pairs_of(found) == [(0, 0, 0, 0), (1, 1, 3, 3)]
-    assert found.local_ids.tolist() == [[0, -1], [-1, 1], [0, 1]]
+    assert found.local_ids.tolist() == [[0, 6], [6, 1], [0, 1]]
 
 
 @pytest.mark.parametrize("shape", [(3,), (2, 2), (3, 2, 1)])

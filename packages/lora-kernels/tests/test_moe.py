@@ -27,8 +27,6 @@ from lora_kernels.testing import Popularity, slots_by_popularity, tolerance
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from lora_kernels._aten.moe_plan import Group
-
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -83,7 +81,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Back
         monkeypatch.setattr(triton_moe, "_choose_tile", lambda expert_routing: request.param)
         return Backend.TRITON
 
-    def split(groups: list[Group], *arguments: Any) -> tuple[list[Group], list[Group]]:
+    def split(groups: list[int], *arguments: Any) -> tuple[list[int], list[int]]:
         if request.param == "bags":
             return groups, []
         return (groups[::2], groups[1::2]) if request.param == "split" else ([], groups)

@@ -15,7 +15,7 @@ from lora_kernels.errors import (
     KernelError,
     UnsupportedShapeError,
 )
-from lora_kernels.expert_routing import ExpertGroup, ExpertRouting, align_experts
+from lora_kernels.expert_routing import ExpertRouting, align_experts
 from lora_kernels.expert_weights import ExpertWeights
 from lora_kernels.moe import moe_lora_
 from lora_kernels.ops import apply_lora_, expand_, shrink
@@ -25,7 +25,6 @@ from lora_kernels.weights import StackedWeights
 __all__ = [
     "Backend",
     "BackendUnavailableError",
-    "ExpertGroup",
     "ExpertRouting",
     "ExpertWeights",
     "KernelArgumentError",

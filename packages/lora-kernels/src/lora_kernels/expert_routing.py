@@ -25,23 +25,6 @@ if TYPE_CHECKING:
     from lora_kernels.routing import Routing
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertGroup:
-    """A run of pairs that share slot and expert."""
-
-    slot: int
-    """Slot in `0..N-1`."""
-
-    expert: int
-    """Expert in `0..X-1`."""
-
-    start: int
-    """First pair."""
-
-    end: int
-    """One past the last pair."""
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ExpertRouting:
     """The pairs (entry, chosen expert) of one layer, sorted by slot, expert, entry, choice.
@@ -55,23 +38,17 @@ class ExpertRouting:
     pair_idx: Tensor
     """The pairs in their sorted order, `[M]` int64: pair `e * K + k` is choice `k` of entry `e`."""
 
+    pair_keys: Tensor
+    """`slot * X + expert` of each sorted pair, `[M]` int64, growing; `N * X` or more at the end."""
+
     pair_rows: Tensor
     """Row `t * K + k` of each sorted pair in the experts' output, `[M]` int64."""
 
     scales: Tensor
     """Factor of each sorted pair's entry, `[M]` float32."""
 
-    group_indptr: Tensor
-    """Bounds of the groups, `[G + 1]` int64: group `g` is `group_indptr[g]:group_indptr[g + 1]`.
-
-    Groups beyond those present are empty. The last bound is the number of pairs that count.
-    """
-
-    group_keys: Tensor
-    """`slot * X + expert` of each group, `[G]` int64, growing; 0 for those beyond the present."""
-
     local_ids: Tensor
-    """The router's choice in `0..X-1`, `[T, K]` int64; -1 where the expert is not here."""
+    """The router's choice in `0..X-1`, `[T, K]` int64; `N * X` where the expert is not here."""
 
     routing: Routing
     """The entries of the step."""
@@ -98,26 +75,14 @@ class ExpertRouting:
         return self.pair_idx.device
 
     @cached_property
-    def groups(self) -> tuple[ExpertGroup, ...]:
-        """The groups present, on the host: waits for the device."""
-        bounds, keys = self.group_indptr.tolist(), self.group_keys.tolist()
-        return tuple(
-            [
-                ExpertGroup(
-                    slot=key // self.num_experts,
-                    expert=key % self.num_experts,
-                    start=start,
-                    end=end,
-                )
-                for key, start, end in zip(keys, bounds, bounds[1:], strict=False)
-                if end > start
-            ]
-        )
+    def groups(self) -> tuple[Tensor, Tensor]:
+        """Bounds and keys of the groups, in sizes that follow from the shapes alone.
 
-    @cached_property
-    def num_pairs(self) -> int:
-        """Pairs that count, on the host: waits for the device."""
-        return int(self.group_indptr[-1])
+        Bounds are `[G + 1]` int64: group `g` is the sorted pairs `bounds[g]:bounds[g + 1]`. Keys
+        are `slot * X + expert`, `[G]` int64. Groups beyond those present are empty, with key 0;
+        the last bound is the number of pairs that count.
+        """
+        return _bounds(self.pair_keys, self.num_slots * self.num_experts)
 
     @cached_property
     def derived(self) -> dict[Hashable, Any]:
@@ -153,30 +118,49 @@ def align_experts(
             or an offset is impossible.
     """
     _check_ids(routing, expert_ids, num_experts, expert_offset)
+    beyond = routing.num_slots * num_experts  # not below any key of a pair that counts
     ids = expert_ids.long()
-    is_local = (ids >= expert_offset).logical_and_(ids < expert_offset + num_experts)
-    local_ids = torch.where(is_local, ids - expert_offset, -1)
+    local_ids = ids - expert_offset if expert_offset else ids
+    is_remote = local_ids.clamp(0, num_experts - 1) != local_ids
+    local_ids = local_ids.masked_fill(is_remote, beyond)
     num_choices = ids.shape[1]
-    tokens, slots = _entries(routing)
-    entry_ids = local_ids.index_select(0, tokens)
-    beyond = routing.num_slots * num_experts  # the key of pairs that do not count, sorted last
-    keys = torch.add(entry_ids, slots[:, None], alpha=num_experts)
-    keys.masked_fill_((entry_ids < 0).logical_or_(slots[:, None] < 0), beyond)
-    pair_keys, pair_idx = torch.sort(keys.flatten(), stable=True)
-    pair_entries = torch.div(pair_idx, num_choices, rounding_mode="floor")
-    shift = tokens[pair_entries].sub_(pair_entries).mul_(num_choices)
-    group_indptr, group_keys = _bounds(pair_keys, beyond)
+    entry_rows, entry_keys, scales = _pairs_of(routing, num_choices, num_experts)
+    choices = local_ids.flatten().index_select(0, entry_rows)
+    pair_keys, pair_idx = torch.sort(entry_keys.add(choices), stable=True)
     return ExpertRouting(
         pair_idx=pair_idx,
-        pair_rows=pair_idx + shift,  # e * K + k  ->  t * K + k
-        scales=routing.scales[pair_entries],
-        group_indptr=group_indptr,
-        group_keys=group_keys,
+        pair_keys=pair_keys,
+        pair_rows=entry_rows.index_select(0, pair_idx),
+        scales=scales if routing.has_unit_scales else scales.index_select(0, pair_idx),
         local_ids=local_ids,
         routing=routing,
         num_experts=num_experts,
         num_choices=num_choices,
     )
+
+
+def _pairs_of(
+    routing: Routing, num_choices: int, num_experts: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return row, `slot * X` and scale of each pair in the order of the entries, `[E * K]` each.
+
+    The same in every layer, so they are kept on the routing.
+    """
+    key = ("pairs", num_choices, num_experts)
+    found: tuple[Tensor, Tensor, Tensor] | None = routing.derived.get(key)
+    if found is None:
+        tokens, slots = _entries(routing)
+        rows = tokens[:, None] * num_choices + torch.arange(num_choices, device=tokens.device)
+        # A slot of -1 is padding.
+        keys = (slots * num_experts).masked_fill_(slots < 0, routing.num_slots * num_experts)
+        found = (
+            rows.flatten(),
+            keys.repeat_interleave(num_choices),
+            routing.scales.repeat_interleave(num_choices),
+        )
+        if not routing.is_padded:  # the content of a padded routing changes under its addresses
+            routing.derived[key] = found
+    return found
 
 
 def _entries(routing: Routing) -> tuple[Tensor, Tensor]:
@@ -195,7 +179,7 @@ def _bounds(pair_keys: Tensor, beyond: int) -> tuple[Tensor, Tensor]:
     opens[1:] = pair_keys[1:] != pair_keys[:-1]
     # The pairs beyond are at the end: they get the group after the last one, or are past `G`.
     pair_groups = opens.cumsum_(0).sub_(1)
-    pair_groups.masked_fill_(pair_keys == beyond, num_groups)
+    pair_groups.masked_fill_(pair_keys >= beyond, num_groups)
     wanted = torch.arange(num_groups + 1, device=pair_keys.device)
     indptr = torch.searchsorted(pair_groups, wanted)
     group_keys = pair_keys.new_zeros(num_groups + 1).scatter_(0, pair_groups, pair_keys)

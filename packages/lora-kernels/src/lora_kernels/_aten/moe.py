@@ -17,7 +17,8 @@ import torch
 
 from lora_kernels._aten.moe_plan import (
     expand_buckets,
-    groups_of,
+    grouping_of,
+    groups_by_ranks,
     lay_out,
     shrink_buckets,
     split_bags,
@@ -27,7 +28,7 @@ from lora_kernels._aten.plan import compute_dtype
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lora_kernels._aten.moe_plan import Bucket, Group
+    from lora_kernels._aten.moe_plan import Grouping, Layout, Ranks
     from lora_kernels.expert_routing import ExpertRouting
     from lora_kernels.expert_weights import ExpertWeights
 
@@ -40,23 +41,26 @@ def moe_lora_(
     router_weights_TK: Tensor | None,
 ) -> Tensor:
     """See `lora_kernels.moe_lora_`."""
-    groups = groups_of(weights, expert_routing, is_shared=weights.is_b_shared)
-    if not groups:
+    grouping = grouping_of(expert_routing, is_shared=weights.is_b_shared)
+    by_ranks = groups_by_ranks(grouping, weights)
+    if not by_ranks:
         return y_TKO
     dtype = compute_dtype(x_TI.dtype, weights.dtype)
     v_MRP = _shrink(x_TI, weights, expert_routing, dtype)
     _scale_(v_MRP, expert_routing, router_weights_TK)
-    target = _target_of(y_TKO, expert_routing, groups)
-    in_bags: list[Group] = []
-    if dtype == weights.dtype:
-        in_bags, groups = split_bags(groups, weights, dtype)
-    by_ranks: dict[tuple[int, ...], list[Group]] = {}
-    for group in in_bags:
-        by_ranks.setdefault(group.ranks, []).append(group)
-    for alike in by_ranks.values():
-        _expand_bags_(target, v_MRP, weights, alike)
-    for bucket in expand_buckets(groups, weights, dtype):
-        _expand_bucket_(target, v_MRP, weights, bucket)
+    target = _target_of(y_TKO, expert_routing, grouping, by_ranks)
+    for ranks, groups in by_ranks.items():
+        in_bags: list[int] = []
+        in_products = groups
+        if dtype == weights.dtype:
+            in_bags, in_products = split_bags(groups, grouping, ranks, weights, dtype)
+        if in_bags:
+            pairs = _pairs_of(in_bags, grouping, expert_routing)
+            _expand_bags_(target, v_MRP, weights, expert_routing, ranks=ranks, pairs=pairs)
+        if in_products:
+            for bucket in expand_buckets(in_products, grouping, ranks, weights, dtype):
+                layout = lay_out(bucket, grouping, expert_routing, is_shared=weights.is_b_shared)
+                _expand_bucket_(target, v_MRP, weights, ranks=ranks, layout=layout)
     return target.finish_()
 
 
@@ -76,9 +80,11 @@ class _Target:
     touched: Tensor | None
     """Rows of `y` that `sums` holds; left out when it is `y`."""
 
-    def add_(self, pairs: Tensor, delta: Tensor, low: int, high: int) -> None:
-        """Add `[m, high - low]` to the columns of the pairs' rows."""
-        sums, rows = self.sums[:, low:high], self.rows.index_select(0, pairs)
+    def add_(self, pairs: Tensor | None, delta: Tensor, low: int, high: int) -> None:
+        """Add `[m, high - low]` to the columns of the pairs' rows; all pairs if none are given."""
+        rows = self.rows if pairs is None else self.rows.index_select(0, pairs)
+        whole = high - low == self.sums.shape[1]
+        sums = self.sums if whole else self.sums[:, low:high]
         if self.touched is not None:  # rows may repeat
             sums.index_add_(0, rows, delta.to(sums.dtype))
         elif sums.dtype == delta.dtype and sums.is_contiguous():
@@ -95,54 +101,89 @@ class _Target:
         return self.y
 
 
-def _target_of(y_TKO: Tensor, expert_routing: ExpertRouting, groups: list[Group]) -> _Target:
+def _target_of(
+    y_TKO: Tensor,
+    expert_routing: ExpertRouting,
+    grouping: Grouping,
+    by_ranks: dict[Ranks, list[int]],
+) -> _Target:
     rows_M = expert_routing.pair_rows
     if not expert_routing.routing.has_repeated_tokens:
         return _Target(y=y_TKO, sums=y_TKO, rows=rows_M, touched=None)
-    touched: Tensor = torch.unique(torch.cat([rows_M[g.start : g.end] for g in groups]))
+    groups = [group for alike in by_ranks.values() for group in alike]
+    pairs = _pairs_of(sorted(groups), grouping, expert_routing)
+    counted = rows_M if pairs is None else rows_M.index_select(0, pairs)
+    touched: Tensor = torch.unique(counted)
     sums = y_TKO.index_select(0, touched).float()
     return _Target(y=y_TKO, sums=sums, rows=torch.searchsorted(touched, rows_M), touched=touched)
+
+
+def _pairs_of(
+    groups: list[int], grouping: Grouping, expert_routing: ExpertRouting
+) -> Tensor | None:
+    """Return the pairs of some groups, in their order; none if these are all pairs."""
+    sizes = [grouping.host_sizes[group] for group in groups]
+    if sum(sizes) == expert_routing.pair_idx.shape[0]:
+        return None
+    index = torch.tensor(groups, device=expert_routing.device)
+    starts, counts = (part.index_select(0, index) for part in (grouping.starts, grouping.sizes))
+    shift = (starts - counts.cumsum(0) + counts).repeat_interleave(counts)
+    return shift.add_(torch.arange(sum(sizes), device=shift.device))
 
 
 def _shrink(
     x_TI: Tensor, weights: ExpertWeights, expert_routing: ExpertRouting, dtype: torch.dtype
 ) -> Tensor:
     """Multiply each pair's activations with its A: `[M, R', P]`, undefined from the rank on."""
-    groups = groups_of(weights, expert_routing, is_shared=weights.is_a_shared)
-    max_rank = max(max(group.ranks) for group in groups)
+    grouping = grouping_of(expert_routing, is_shared=weights.is_a_shared)
+    by_ranks = groups_by_ranks(grouping, weights)
     rows_M = expert_routing.pair_rows
     if x_TI.shape[0] != expert_routing.num_rows:
-        rows_M = torch.div(rows_M, expert_routing.num_choices, rounding_mode="floor")
-    width = max_rank * weights.num_slices
-    v_MC = x_TI.new_empty((rows_M.shape[0], width), dtype=dtype)
-    for bucket in shrink_buckets(groups, weights, dtype):
-        num_columns = max(bucket.ranks) * weights.num_slices
-        if len(bucket.groups) == 1:
-            (group,) = bucket.groups
-            x_SI = x_TI.index_select(0, rows_M[group.start : group.end]).to(dtype)
-            a_CI = weights.a_storage.view(-1, weights.max_rank * weights.num_slices, x_SI.shape[1])
-            a_CI = a_CI[group.key, :num_columns].to(dtype)
-            v_MC[group.start : group.end, :num_columns] = torch.mm(x_SI, a_CI.t())
-            continue
-        layout = lay_out(bucket, x_TI.device)
-        x_nSI = x_TI.index_select(0, rows_M.index_select(0, layout.padded_pairs)).to(dtype)
-        a_nCI = _gather(weights.a_storage, layout.keys, weights.max_rank, max(bucket.ranks))
-        a_nCI = a_nCI.view(-1, num_columns, weights.in_features).to(dtype)
-        x_nSI = x_nSI.view(-1, layout.size, weights.in_features)
-        v_mC = torch.bmm(x_nSI, a_nCI.transpose(1, 2)).view(-1, num_columns)
-        if layout.places is not None:
-            v_mC = v_mC.index_select(0, layout.places)
-        if num_columns == width:
-            v_MC.index_copy_(0, layout.pairs, v_mC)
-        else:
+        rows_M = _tokens_of(expert_routing)
+    max_rank = max(map(max, by_ranks))
+    v_MC = None
+    for ranks, groups in by_ranks.items():
+        num_columns = max(ranks) * weights.num_slices
+        for bucket in shrink_buckets(groups, grouping, ranks, weights, dtype):
+            layout = lay_out(bucket, grouping, expert_routing, is_shared=weights.is_a_shared)
+            x_nSI = x_TI.index_select(0, rows_M.index_select(0, layout.padded_pairs)).to(dtype)
+            x_nSI = x_nSI.view(len(bucket), layout.size, weights.in_features)
+            a_nCI = _factors(weights.a_storage, layout.keys, max(ranks)).to(dtype)
+            a_nIC = a_nCI.view(len(bucket), num_columns, weights.in_features).transpose(1, 2)
+            v_mC = torch.bmm(x_nSI, a_nIC).view(-1, num_columns)
+            if layout.places is not None:
+                v_mC = v_mC.index_select(0, layout.places)
+            if v_mC.shape[0] == rows_M.shape[0]:  # all pairs, in their order
+                return v_mC.view(-1, max_rank, weights.num_slices)
+            if v_MC is None:
+                v_MC = x_TI.new_empty(rows_M.shape[0], max_rank * weights.num_slices, dtype=dtype)
             v_MC[:, :num_columns].index_copy_(0, layout.pairs, v_mC)
+    assert v_MC is not None
     return v_MC.view(-1, max_rank, weights.num_slices)
 
 
-def _gather(storage: Tensor, keys: Tensor, max_rank: int, rank: int) -> Tensor:
-    """Copy the first ranks of some (slot, expert) out of `[N, X, R, ...]`: `[n * r, ...]`."""
+def _tokens_of(expert_routing: ExpertRouting) -> Tensor:
+    tokens: Tensor | None = expert_routing.derived.get("tokens")
+    if tokens is None:
+        rows, num_choices = expert_routing.pair_rows, expert_routing.num_choices
+        tokens = torch.div(rows, num_choices, rounding_mode="floor")
+        expert_routing.derived["tokens"] = tokens
+    return tokens
+
+
+def _factors(storage: Tensor, keys: Tensor, rank: int) -> Tensor:
+    """Return the first ranks of some (slot, expert) of `[N, X, R, ...]`: `[n, r, ...]`.
+
+    A copy of several, the storage itself for one.
+    """
+    by_key = storage.flatten(0, 1).flatten(2)
+    if keys.shape[0] == 1:
+        return by_key[int(keys[0]), :rank][None]
+    max_rank = by_key.shape[1]
+    if rank == max_rank:
+        return by_key.index_select(0, keys)
     rows = (keys[:, None] * max_rank + torch.arange(rank, device=keys.device)).flatten()
-    return storage.view(-1, storage[0, 0, 0].numel()).index_select(0, rows)
+    return by_key.flatten(0, 1).index_select(0, rows).view(-1, rank, by_key.shape[2])
 
 
 def _scale_(v_MRP: Tensor, expert_routing: ExpertRouting, router_weights_TK: Tensor | None) -> None:
@@ -155,31 +196,35 @@ def _scale_(v_MRP: Tensor, expert_routing: ExpertRouting, router_weights_TK: Ten
 
 
 def _expand_bags_(
-    target: _Target, v_MRP: Tensor, weights: ExpertWeights, groups: list[Group]
+    target: _Target,
+    v_MRP: Tensor,
+    weights: ExpertWeights,
+    expert_routing: ExpertRouting,
+    *,
+    ranks: Ranks,
+    pairs: Tensor | None,
 ) -> None:
-    """Sum, for each pair, its rows of B weighted by its factors; the groups have equal ranks."""
-    device = v_MRP.device
-    columns = [[g.key for g in groups], [g.start for g in groups], [g.size for g in groups]]
-    keys, starts, sizes = torch.tensor(columns, device=device).unbind()
-    ends = sizes.cumsum(0)
-    of_pair = torch.stack([keys, starts - ends + sizes], 1).repeat_interleave(sizes, dim=0)
-    keys_m = of_pair[:, 0]
-    pairs = of_pair[:, 1] + torch.arange(keys_m.shape[0], device=device)
-    take_F, piece_F, first_C = _bag_columns(weights, groups[0].ranks)
-    num_chunks = weights.total_out_features // weights.chunk
-    pieces_mF = keys_m[:, None] * (weights.max_rank * num_chunks) + piece_F
-    places = torch.arange(keys_m.shape[0], device=device)[:, None]
-    starts_mC = places * take_F.shape[0] + first_C
-    v_mF = v_MRP.flatten(1).index_select(0, pairs).index_select(1, take_F)
+    """Sum, for each pair, its rows of B weighted by its factors; the pairs have equal ranks."""
+    keys_m, v_mC = expert_routing.pair_keys, v_MRP.flatten(1)
+    if pairs is not None:
+        keys_m, v_mC = keys_m.index_select(0, pairs), v_mC.index_select(0, pairs)
+    if weights.is_b_shared:
+        keys_m = torch.div(keys_m, weights.num_experts, rounding_mode="floor")
+    take_F, piece_F, first_C = _bag_columns(weights, ranks)
+    num_pairs, num_chunks = keys_m.shape[0], first_C.shape[0]
+    pieces_mF = torch.add(piece_F, keys_m[:, None], alpha=weights.max_rank * num_chunks)
+    places = torch.arange(num_pairs, device=keys_m.device)[:, None]
+    starts_mC = torch.add(first_C, places, alpha=take_F.shape[0])
     b_pieces = weights.b_storage.view(-1, weights.chunk)
+    v_mF = v_mC.index_select(1, take_F).flatten()
     # Arguments: scale_grad_by_freq=False, mode=0 (sum), sparse=False.
     delta = torch.embedding_bag(
-        b_pieces, pieces_mF.flatten(), starts_mC.flatten(), False, 0, False, v_mF.flatten()
+        b_pieces, pieces_mF.flatten(), starts_mC.flatten(), False, 0, False, v_mF
     )[0]
-    target.add_(pairs, delta.view(keys_m.shape[0], -1), 0, weights.total_out_features)
+    target.add_(pairs, delta.view(num_pairs, -1), 0, weights.total_out_features)
 
 
-def _bag_columns(weights: ExpertWeights, ranks: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+def _bag_columns(weights: ExpertWeights, ranks: Ranks) -> tuple[Tensor, Tensor, Tensor]:
     """Return, for one pair of these ranks, what its bags sum.
 
     Position of each element's factor in `[R', P]` and of its piece in `[R, C]`, both `[F]`, and
@@ -197,32 +242,29 @@ def _bag_columns(weights: ExpertWeights, ranks: tuple[int, ...]) -> tuple[Tensor
             first.append(len(take))
             take += [rank * weights.num_slices + p for rank in range(ranks[p])]
             piece += [rank * len(slices) + chunk for rank in range(ranks[p])]
-        device = weights.device
-        found = (
-            torch.tensor(take, device=device),
-            torch.tensor(piece, device=device),
-            torch.tensor(first, device=device),
+        take_F, piece_F, first_C = (
+            torch.tensor(column, device=weights.device) for column in (take, piece, first)
         )
-        weights.derived[ranks] = found
+        found = weights.derived[ranks] = (take_F, piece_F, first_C)
     return found
 
 
-def _expand_bucket_(target: _Target, v_MRP: Tensor, weights: ExpertWeights, bucket: Bucket) -> None:
+def _expand_bucket_(
+    target: _Target,
+    v_MRP: Tensor,
+    weights: ExpertWeights,
+    *,
+    ranks: Ranks,
+    layout: Layout,
+) -> None:
     """Multiply the factors of a bucket's pairs with their B, slice by slice."""
-    layout = lay_out(bucket, v_MRP.device)
-    max_rank = max(bucket.ranks)
-    if len(bucket.groups) == 1:
-        b_storage = weights.b_storage.view(-1, weights.max_rank, weights.total_out_features)
-        b_nrO = b_storage[bucket.groups[0].key, :max_rank][None]
-    else:
-        b_nrO = _gather(weights.b_storage, layout.keys, weights.max_rank, max_rank)
-        b_nrO = b_nrO.view(-1, max_rank, weights.total_out_features)
+    b_nrO = _factors(weights.b_storage, layout.keys, max(ranks)).to(v_MRP.dtype)
     v_mRP = v_MRP.index_select(0, layout.padded_pairs)
-    for p, rank in enumerate(bucket.ranks):
+    for p, rank in enumerate(ranks):
         if rank:
             low, high = weights.out_ranges[p]
             v_nSr = v_mRP[:, :rank, p].reshape(-1, layout.size, rank)
-            part_mO = torch.bmm(v_nSr, b_nrO[:, :rank, low:high].to(v_nSr.dtype)).flatten(0, 1)
+            part_mO = torch.bmm(v_nSr, b_nrO[:, :rank, low:high]).flatten(0, 1)
             if layout.places is not None:
                 part_mO = part_mO.index_select(0, layout.places)
             target.add_(layout.pairs, part_mO, low, high)

@@ -1,16 +1,17 @@
 """How the groups of an expert layer are put together into few products.
 
-A group is a run of pairs that read the same weights. A product over one group reads the weights
-where they are; a batched product over several reads them once into a batch, padded to the largest
-of them. Groups of like size are batched while copying and padding cost less than another call.
+A group is a run of pairs that read the same factor. A product over one group reads the factor
+where it is; a batched product over several reads each once into a batch, padded to the largest of
+them. Groups of like size are batched while copying and padding cost less than another call.
 
-Letters: `M` pairs, `N` slots, `X` experts, `R` max rank, `I` in, `O` out, `P` slices, `S` pairs of
-the largest group of a bucket, `r` a true rank.
+Letters: `M` pairs, `G` groups, `N` slots, `X` experts, `R` max rank, `I` in, `O` out, `S` pairs of
+the largest group of a bucket, `n` groups of a bucket, `m` pairs of a bucket, `r` a true rank.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,13 +19,15 @@ import torch
 from lora_kernels._aten.costs import costs_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
 
-    from lora_kernels._aten.costs import Costs
     from lora_kernels.expert_routing import ExpertRouting
     from lora_kernels.expert_weights import ExpertWeights
+
+Ranks = tuple[int, ...]
+"""True rank of each slice of a slot."""
 
 MAX_BATCH_ELEMENTS = 1 << 22
 """Weight elements copied for one batched product at most, so that a step's memory is bounded."""
@@ -36,42 +39,31 @@ _BATCHED_CALL = {torch.bfloat16: 60.0, torch.float32: 20.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
-    """Pairs `start..end-1` that read the same factor."""
+class Grouping:
+    """The groups of a layer: by slot and expert or, for a shared factor, by slot."""
 
-    key: int
-    """`slot * X + expert`, or the slot where all experts share the factor."""
+    keys: Tensor
+    """`slot * X + expert`, or the slot, of each group, `[G]` int64, growing."""
 
-    start: int
-    """First pair."""
+    starts: Tensor
+    """First pair of each group, `[G]` int64."""
 
-    end: int
-    """One past the last pair."""
+    sizes: Tensor
+    """Pairs of each group, `[G]` int64."""
 
-    ranks: tuple[int, ...]
-    """True rank of each slice."""
+    host_slots: list[int]
+    """Slot of each group."""
 
-    @property
-    def size(self) -> int:
-        """Number of pairs."""
-        return self.end - self.start
+    host_starts: list[int]
+    """`starts` on the host."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bucket:
-    """Groups of the same ranks that become one product, in the order of their pairs."""
-
-    groups: tuple[Group, ...]
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """True rank of each slice, the same in all groups."""
-        return self.groups[0].ranks
+    host_sizes: list[int]
+    """`sizes` on the host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Where the pairs of a bucket are, in the padded batch and in the step."""
+    """Where the pairs of a bucket are, in the padded batch and in the layer."""
 
     size: int
     """`S`."""
@@ -79,129 +71,162 @@ class Layout:
     keys: Tensor
     """Key of each group, `[n]` int64."""
 
+    padded_pairs: Tensor
+    """Pair of every place, `[n * S]` int64; padding repeats the last pair of its group."""
+
     places: Tensor | None
     """Places of the batch that hold a pair, not padding, `[m]` int64; left out when all do."""
 
     pairs: Tensor
     """Pair of each of these places, `[m]` int64."""
 
-    padded_pairs: Tensor
-    """Pair of every place, `[n * S]` int64; padding repeats the last pair of its group."""
+
+def grouping_of(expert_routing: ExpertRouting, *, is_shared: bool) -> Grouping:
+    """Return the groups of pairs that count; made once a layer."""
+    key = ("grouping", is_shared)
+    found: Grouping | None = expert_routing.derived.get(key)
+    if found is None:
+        found = expert_routing.derived[key] = _group(expert_routing, is_shared=is_shared)
+    return found
 
 
-def groups_of(
-    weights: ExpertWeights, expert_routing: ExpertRouting, *, is_shared: bool
-) -> list[Group]:
-    """Return the groups of slots with weights; with a shared factor a slot is one group."""
-    groups: list[Group] = []
-    for found in expert_routing.groups:
-        ranks = weights.slot_ranks[found.slot]
-        if not any(ranks):
-            continue
-        key = found.slot if is_shared else found.slot * weights.num_experts + found.expert
-        start = found.start
-        if groups and groups[-1].key == key:
-            start = groups.pop().start
-        groups.append(Group(key=key, start=start, end=found.end, ranks=ranks))
-    return groups
+def _group(expert_routing: ExpertRouting, *, is_shared: bool) -> Grouping:
+    keys, num_experts = expert_routing.pair_keys, expert_routing.num_experts
+    if is_shared:
+        keys = torch.div(keys, num_experts, rounding_mode="floor")
+    keys, sizes = torch.unique_consecutive(keys, return_counts=True)
+    host_keys, host_sizes = keys.tolist(), sizes.tolist()
+    beyond = expert_routing.num_slots * (1 if is_shared else num_experts)
+    num_groups = len(host_keys)
+    while num_groups and host_keys[num_groups - 1] >= beyond:
+        num_groups -= 1
+    return Grouping(
+        keys=keys[:num_groups],
+        starts=(sizes.cumsum(0) - sizes)[:num_groups],
+        sizes=sizes[:num_groups],
+        host_slots=[k if is_shared else k // num_experts for k in host_keys[:num_groups]],
+        host_starts=[0, *accumulate(host_sizes[:num_groups])][:num_groups],
+        host_sizes=host_sizes[:num_groups],
+    )
+
+
+def groups_by_ranks(grouping: Grouping, weights: ExpertWeights) -> dict[Ranks, list[int]]:
+    """Return the groups of each list of true ranks; slots without weights are left out."""
+    by_ranks: dict[Ranks, list[int]] = {}
+    for group, slot in enumerate(grouping.host_slots):
+        ranks = weights.slot_ranks[slot]
+        if ranks in by_ranks:
+            by_ranks[ranks].append(group)
+        elif any(ranks):
+            by_ranks[ranks] = [group]
+    return by_ranks
 
 
 def shrink_buckets(
-    groups: Iterable[Group], weights: ExpertWeights, dtype: torch.dtype
-) -> list[Bucket]:
-    """Put groups together for products with A in `dtype`."""
-    elements = weights.num_slices * weights.in_features
-    return _buckets(groups, elements, weights.in_features, dtype)
+    groups: list[int], grouping: Grouping, ranks: Ranks, weights: ExpertWeights, dtype: torch.dtype
+) -> list[list[int]]:
+    """Put groups of equal ranks together for products with A in `dtype`."""
+    width = weights.num_slices * weights.in_features
+    return _cut(groups, grouping.host_sizes, max(ranks) * width, weights.in_features, dtype)
 
 
 def expand_buckets(
-    groups: Iterable[Group], weights: ExpertWeights, dtype: torch.dtype
-) -> list[Bucket]:
-    """Put groups together for products with B in `dtype`."""
-    return _buckets(groups, weights.total_out_features, weights.total_out_features, dtype)
+    groups: list[int], grouping: Grouping, ranks: Ranks, weights: ExpertWeights, dtype: torch.dtype
+) -> list[list[int]]:
+    """Put groups of equal ranks together for products with B in `dtype`."""
+    width = weights.total_out_features
+    return _cut(groups, grouping.host_sizes, max(ranks) * width, width, dtype)
 
 
-def _buckets(
-    groups: Iterable[Group], elements_per_rank: int, row_elements: int, dtype: torch.dtype
-) -> list[Bucket]:
+def _cut(
+    groups: list[int], sizes: Sequence[int], elements: int, row_elements: int, dtype: torch.dtype
+) -> list[list[int]]:
+    """Cut groups, largest first, where their padding costs more than another call.
+
+    Args:
+        groups: numbers of the groups.
+        sizes: pairs of every group of the layer.
+        elements: weight elements that a group reads.
+        row_elements: elements that a pair reads or writes.
+        dtype: of the product.
+    """
     costs, call = costs_of(dtype), _BATCHED_CALL[dtype]
-    by_ranks: dict[tuple[int, ...], list[Group]] = {}
-    for group in groups:
-        by_ranks.setdefault(group.ranks, []).append(group)
-    buckets = []
-    for ranks, alike in by_ranks.items():
-        elements = max(ranks) * elements_per_rank
-        row_cost = (elements * costs.product_mac + row_elements * costs.product_out) / 1e3
-        copy_pays = elements * _COPY[dtype] / 1e3 < call
-        limit = max(1, MAX_BATCH_ELEMENTS // elements) if copy_pays else 1
-        buckets += _cut(sorted(alike, key=_by_size), row_cost, call, limit)
-    return buckets
-
-
-def _by_size(group: Group) -> int:
-    return -group.size
-
-
-def _cut(groups: Sequence[Group], row_cost: float, call: float, limit: int) -> list[Bucket]:
-    """Cut groups, largest first, where their padding costs more than another call."""
+    row_cost = (elements * costs.product_mac + row_elements * costs.product_out) / 1e3
+    copy_pays = elements * _COPY[dtype] / 1e3 < call
+    limit = max(1, MAX_BATCH_ELEMENTS // elements) if copy_pays else 1
+    largest = max(sizes[group] for group in groups)
+    padding = len(groups) * largest - sum(sizes[group] for group in groups)
+    if padding * row_cost <= call and len(groups) <= limit:
+        return [groups]
+    groups = sorted(groups, key=lambda group: -sizes[group])
     cuts, waste, first = [0], 0.0, 0
     for i, group in enumerate(groups):
-        waste += (groups[first].size - group.size) * row_cost
+        waste += (sizes[groups[first]] - sizes[group]) * row_cost
         if waste > call or i - first == limit:
             cuts.append(i)
             first, waste = i, 0.0
     ends = [*cuts[1:], len(groups)]
-    return [
-        Bucket(groups=tuple(sorted(groups[i:j], key=lambda group: group.start)))
-        for i, j in zip(cuts, ends, strict=True)
-    ]
+    return [sorted(groups[i:j]) for i, j in zip(cuts, ends, strict=True)]
 
 
-def lay_out(bucket: Bucket, device: torch.device) -> Layout:
-    """Return the index tensors of a bucket."""
-    groups = bucket.groups
-    sizes = [group.size for group in groups]
-    columns = [[g.key for g in groups], [g.start for g in groups], sizes]
-    keys, starts, sizes_n = torch.tensor(columns, device=device).unbind()
-    size = max(sizes)
-    place_S = torch.arange(size, device=device)
-    if min(sizes) == size:
+def lay_out(
+    bucket: list[int], grouping: Grouping, expert_routing: ExpertRouting, *, is_shared: bool
+) -> Layout:
+    """Return the index tensors of a bucket; made once a layer, as both stages often share them."""
+    key = ("layout", is_shared, *bucket)
+    found: Layout | None = expert_routing.derived.get(key)
+    if found is None:
+        found = expert_routing.derived[key] = _lay_out(bucket, grouping)
+    return found
+
+
+def _lay_out(bucket: list[int], grouping: Grouping) -> Layout:
+    keys, starts, sizes = grouping.keys, grouping.starts, grouping.sizes
+    if len(bucket) < len(grouping.host_sizes):
+        index = torch.tensor(bucket, device=keys.device)
+        keys, starts, sizes = (part.index_select(0, index) for part in (keys, starts, sizes))
+    host_sizes = [grouping.host_sizes[group] for group in bucket]
+    size = max(host_sizes)
+    if size == 1:
+        return Layout(size=1, keys=keys, padded_pairs=starts, places=None, pairs=starts)
+    place_S = torch.arange(size, device=keys.device)
+    if min(host_sizes) == size:
         pairs = (starts[:, None] + place_S).flatten()
-        return Layout(size=size, keys=keys, places=None, pairs=pairs, padded_pairs=pairs)
-    padded = (starts[:, None] + torch.minimum(place_S, sizes_n[:, None] - 1)).flatten()
-    places = (place_S < sizes_n[:, None]).flatten().nonzero().squeeze(1)
+        return Layout(size=size, keys=keys, padded_pairs=pairs, places=None, pairs=pairs)
+    sizes_n1 = sizes[:, None]
+    padded = (starts[:, None] + torch.minimum(place_S, sizes_n1 - 1)).flatten()
+    places = (place_S < sizes_n1).flatten().nonzero().squeeze(1)
     pairs = padded.index_select(0, places)
-    return Layout(size=size, keys=keys, places=places, pairs=pairs, padded_pairs=padded)
+    return Layout(size=size, keys=keys, padded_pairs=padded, places=places, pairs=pairs)
 
 
 def split_bags(
-    groups: Sequence[Group], weights: ExpertWeights, dtype: torch.dtype
-) -> tuple[list[Group], list[Group]]:
-    """Say which groups sum rows of B, pair by pair, and which multiply with it."""
-    costs = costs_of(dtype)
-    bags = [_bag_cost(group, weights, costs) for group in groups]
-    products = [_product_cost(group, weights, costs, _COPY[dtype]) for group in groups]
-    is_bag = [bag < product for bag, product in zip(bags, products, strict=True)]
-    call = weights.num_slices * _BATCHED_CALL[dtype]
-    mixed = costs.bag + call + sum(map(min, bags, products))
-    all_bags, all_products = costs.bag + sum(bags), call + sum(products)
-    if all_bags <= min(mixed, all_products):
-        return list(groups), []
-    if all_products <= mixed:
-        return [], list(groups)
-    in_bags = [group for group, choice in zip(groups, is_bag, strict=True) if choice]
-    return in_bags, [group for group, choice in zip(groups, is_bag, strict=True) if not choice]
+    groups: list[int], grouping: Grouping, ranks: Ranks, weights: ExpertWeights, dtype: torch.dtype
+) -> tuple[list[int], list[int]]:
+    """Say which groups of equal ranks sum rows of B, pair by pair, and which multiply with it.
 
-
-def _bag_cost(group: Group, weights: ExpertWeights, costs: Costs) -> float:
-    outputs = group.size * weights.total_out_features / 1e3
-    return outputs * (
-        costs.bag_out + max(group.ranks) * (costs.bag_mac + costs.bag_piece / weights.chunk)
-    )
-
-
-def _product_cost(group: Group, weights: ExpertWeights, costs: Costs, copy: float) -> float:
-    elements = max(group.ranks) * weights.total_out_features / 1e3
-    outputs = group.size * weights.total_out_features / 1e3
+    Summing costs in proportion to the pairs; a product also has a price for each group and call.
+    """
+    costs, width = costs_of(dtype), weights.total_out_features / 1e3
+    rank = max(ranks)
+    bag_row = width * (costs.bag_out + rank * (costs.bag_mac + costs.bag_piece / weights.chunk))
     # The outputs of a batched product are written, selected and added: three times in all.
-    return elements * (copy + group.size * costs.product_mac) + 3 * outputs * costs.product_out
+    product_row = width * (rank * costs.product_mac + 3 * costs.product_out)
+    product_group = width * rank * _COPY[dtype]
+    call = weights.num_slices * _BATCHED_CALL[dtype]
+    sizes = [grouping.host_sizes[group] for group in groups]
+    num_pairs = sum(sizes)
+    all_bags = costs.bag + bag_row * num_pairs
+    all_products = call + product_group * len(groups) + product_row * num_pairs
+    if bag_row <= product_row:
+        return groups, []
+    limit = product_group / (bag_row - product_row)
+    small = [group for group, size in zip(groups, sizes, strict=True) if size <= limit]
+    small_pairs = sum(grouping.host_sizes[group] for group in small)
+    saved = product_group * len(small) - (bag_row - product_row) * small_pairs
+    mixed = all_products + costs.bag - saved
+    if all_bags <= min(mixed, all_products):
+        return groups, []
+    if all_products <= mixed:
+        return [], groups
+    return small, [group for group, size in zip(groups, sizes, strict=True) if size > limit]

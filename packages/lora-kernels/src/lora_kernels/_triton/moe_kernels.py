@@ -105,6 +105,7 @@ def moe_bgmv_shrink_kernel(
     num_splits,
     num_slices,
     num_choices,
+    num_experts,
     max_rank,
     in_features,
     stride_xt,
@@ -132,7 +133,7 @@ def moe_bgmv_shrink_kernel(
     token = tl.load(entry_tokens_ptr + entry).to(tl.int64)
     row = token * num_choices + pair % num_choices
     expert = tl.load(local_ids_ptr + row)
-    if expert < 0:
+    if expert >= num_experts:
         return
 
     offs_r = rank_block * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -250,6 +251,7 @@ def moe_bgmv_expand_kernel(
     num_splits,
     num_slices,
     num_choices,
+    num_experts,
     max_rank,
     stride_yt,
     stride_yo,
@@ -269,7 +271,7 @@ def moe_bgmv_expand_kernel(
         return
     row = tl.load(row_tokens_ptr + place).to(tl.int64) * num_choices + choice
     expert = tl.load(local_ids_ptr + row)
-    if expert < 0:
+    if expert >= num_experts:
         return
     p = tl.load(out_blocks_ptr + 3 * block)
     first = tl.load(out_blocks_ptr + 3 * block + 1)

@@ -39,7 +39,7 @@ def moe_lora_(
         if not any(weights.slot_ranks[slot]):
             continue
         for k, expert in enumerate(ids[token]):
-            if expert < 0:
+            if expert >= weights.num_experts:
                 continue
             row = token * num_choices + k
             factor = (
