@@ -30,6 +30,7 @@ from lora_weights.experts import (
     to_parameters,
     to_per_expert,
 )
+from lora_weights.kinds import PartKind
 from lora_weights.load import load_adapter
 from lora_weights.modules import (
     FullModule,
@@ -40,9 +41,10 @@ from lora_weights.modules import (
     TokenRows,
 )
 from lora_weights.packing import PackedPart, pack_parts, unpack_parts
-from lora_weights.report import AdapterReport, ModuleSummary, inspect_adapter
+from lora_weights.report import AdapterReport, inspect_adapter
 from lora_weights.save import RawAdapter, save_adapter
 from lora_weights.sharding import ShardKind, ShardLayout, TensorParallel, shard_packed
+from lora_weights.summary import ModuleSummary
 from lora_weights.validate import bind_adapter
 
 __all__ = [
@@ -64,6 +66,7 @@ __all__ = [
     "ModuleShape",
     "ModuleSummary",
     "PackedPart",
+    "PartKind",
     "Problem",
     "ProblemCode",
     "RawAdapter",

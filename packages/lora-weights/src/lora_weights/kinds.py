@@ -20,7 +20,7 @@ class PartKind(StrEnum):
     """Multiplies the output (IA3)."""
     FULL = "full"
     """Replaces the whole module."""
-    TOKEN_ROWS = "token rows"
+    TOKEN_ROWS = "token rows"  # noqa: S105
     """Replaces single rows of an embedding."""
     EXPERTS = "experts"
     """Adds low-rank products to the experts of a layer."""

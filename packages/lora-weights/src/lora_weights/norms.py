@@ -1,6 +1,6 @@
 """How much the parts of an adapter change, as far as the adapter alone can tell.
 
-Shapes: `r` rank, `I` in, `O` out, `X` experts.
+Shapes: `r` rank, `I` in, `O` out.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import torch
 from lora_weights.kinds import PartKind
 
 if TYPE_CHECKING:
-    from lora_weights.experts import ExpertPart
     from lora_weights.modules import ModulePart
 
 
 def part_norms(part: ModulePart) -> dict[PartKind, float]:
     """Return the size of what a part does, by kind.
 
-    PAIR and EXPERTS: Frobenius norm of ``B A``, scaling included, over all experts. LORA_BIAS: norm
-    of the bias. GAIN: norm of ``gain - 1``. A trained bias, a whole module, token rows and DoRA's
-    magnitude replace what the base has, so only a base could tell what they change.
+    PAIR: Frobenius norm of ``B A``, scaling included. LORA_BIAS: norm of the bias. GAIN: norm of
+    ``gain - 1``. A trained bias, a whole module, token rows and DoRA's magnitude replace what the
+    base has, and which factors of an experts module belong together follows from the base's sizes:
+    only a base could tell what these change.
     """
     norms = {}
     if part.pair is not None:
@@ -31,8 +31,6 @@ def part_norms(part: ModulePart) -> dict[PartKind, float]:
         norms[PartKind.LORA_BIAS] = _norm(part.lora_bias)
     if part.gain is not None:
         norms[PartKind.GAIN] = _norm(part.gain.double() - 1)
-    if part.experts is not None:
-        norms[PartKind.EXPERTS] = _expert_norm(part.experts)
     return norms
 
 
@@ -42,17 +40,12 @@ def product_norm(lora_a: torch.Tensor, lora_b: torch.Tensor) -> float:
     ``||B A||_F^2 = tr(A^T B^T B A) = sum((B^T B) * (A A^T))``: two `[r, r]` matrices in float64.
 
     Args:
-        lora_a: `[r, I]`, or `[X or 1, r, I]`.
-        lora_b: `[O, r]`, or `[X or 1, O, r]`; all experts are summed.
+        lora_a: `[r, I]`.
+        lora_b: `[O, r]`.
     """
     a, b = lora_a.double(), lora_b.double()
     # Rounding can leave the square of a product that vanishes a little below zero.
     return math.sqrt(max(0.0, float(((b.mT @ b) * (a @ a.mT)).sum())))
-
-
-def _expert_norm(experts: ExpertPart) -> float:
-    pairs = (experts.w1, experts.w2, experts.w3)
-    return math.hypot(*(product_norm(p.lora_a, p.lora_b) for p in pairs if p is not None))
 
 
 def _norm(tensor: torch.Tensor) -> float:

@@ -5,10 +5,10 @@ The engine of the doctor. Bad content never raises; it is in the report.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from lora_weights.advice import warnings_of
 from lora_weights.errors import (
     AdapterNotFoundError,
     Problem,
@@ -16,44 +16,19 @@ from lora_weights.errors import (
     SourceError,
     UnsafeFormatError,
 )
-from lora_weights.fields import CONFIG_FILE
-from lora_weights.load import Reading, read_adapter
-from lora_weights.scaling import pattern_fault
+from lora_weights.load import read_adapter
 from lora_weights.sources.address import shown_source
 from lora_weights.sources.options import DEFAULT_MAX_BYTES, FetchOptions
+from lora_weights.summary import ModuleSummary, summarize
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping
 
     import torch
 
     from lora_weights.adapter import Adapter
     from lora_weights.config import AdapterConfig
-    from lora_weights.inventory import PairEntries
-    from lora_weights.sources.folder import AdapterFiles
-
-_TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "chat_template.jinja")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModuleSummary:
-    """One module's pair in a report."""
-
-    module: str
-    """Module path without PEFT's prefix."""
-    rank: int
-    """Rank by the configuration."""
-    scaling: float
-    """Factor of ``B A``."""
-    shape_a: tuple[int, ...]
-    """Stored shape of A."""
-    shape_b: tuple[int, ...]
-    """Stored shape of B."""
-    dtype: str
-    """Stored type of B, such as BF16."""
-    is_embedding: bool
-    """Whether it is the pair of an embedding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +46,10 @@ class AdapterReport:
     config: AdapterConfig | None
     """The configuration, when rank and alpha could be told."""
     modules: tuple[ModuleSummary, ...]
-    """All modules with a whole pair, sorted by path."""
+    """All modules that the file has tensors for, sorted by path."""
+    numbers_read: bool
+    """Whether tensors were read, and not only their names and shapes. Otherwise no problems means
+    only that a header shows none."""
     num_tensors: int
     """Tensors in the weight file; 0 when it cannot be read."""
     weights_bytes: int
@@ -79,13 +57,18 @@ class AdapterReport:
 
     @property
     def is_loadable(self) -> bool:
-        """Whether `load_adapter` with the same arguments succeeds."""
+        """Whether `load_adapter` with the same arguments succeeds; false after headers alone."""
         return self.adapter is not None
 
     @property
     def digest(self) -> str | None:
         """The adapter's digest, when it can be loaded."""
         return None if self.adapter is None else self.adapter.digest
+
+    @property
+    def base_model(self) -> str | None:
+        """The base in the trainer's words: untrusted text, shown and never opened."""
+        return None if self.config is None else self.config.base_model_name_or_path
 
     @property
     def rank(self) -> int:
@@ -139,9 +122,10 @@ def inspect_adapter(
         source=shown_source(source),
         adapter=reading.adapter,
         problems=tuple(reading.problems),
-        warnings=tuple(_warnings(reading)),
+        warnings=tuple(warnings_of(reading)),
         config=reading.config,
-        modules=tuple(_summaries(reading)),
+        modules=tuple(summarize(reading)),
+        numbers_read=reading.tensors is not None and reading.tensors.has_numbers,
         num_tensors=len(reading.tensors.entries) if reading.tensors else 0,
         weights_bytes=reading.tensors.nbytes if reading.tensors else 0,
     )
@@ -168,81 +152,7 @@ def _unread(
         warnings=(),
         config=None,
         modules=(),
+        numbers_read=False,
         num_tensors=0,
         weights_bytes=0,
-    )
-
-
-def _summaries(reading: Reading) -> Iterator[ModuleSummary]:
-    for pair in reading.inventory.pairs if reading.inventory else ():
-        scaling = reading.scalings[pair.module]
-        yield ModuleSummary(
-            module=pair.module,
-            rank=scaling.rank,
-            scaling=scaling.scaling,
-            shape_a=pair.lora_a.shape,
-            shape_b=pair.lora_b.shape,
-            dtype=pair.lora_b.dtype,
-            is_embedding=pair.is_embedding,
-        )
-
-
-def _warnings(reading: Reading) -> Iterator[str]:
-    yield from _file_warnings(reading.files)
-    config, inventory = reading.config, reading.inventory
-    if config is None:
-        return
-    if config.init_lora_weights == "lora_ga":
-        yield (
-            "LoRA-GA changes the base weight when training starts; unless the adapter was "
-            "converted when it was saved, it belongs to that changed base"
-        )
-    if inventory is None:
-        return
-    yield from _target_warnings(config, inventory.pairs)
-    if inventory.base_copies:
-        names = ", ".join(inventory.base_copies)
-        yield f"the file holds copies of base weights ({names}), which must equal the base's"
-
-
-def _file_warnings(files: AdapterFiles) -> Iterator[str]:
-    present = [name for name in _TOKENIZER_FILES if name in files.names]
-    if present:
-        yield f"the adapter's own tokenizer and chat template are not used ({', '.join(present)})"
-    if "non_lora_trainables.bin" in files.names:
-        yield "non_lora_trainables.bin holds further trained weights, which are not read"
-
-
-def _target_warnings(config: AdapterConfig, pairs: Sequence[PairEntries]) -> Iterator[str]:
-    """Say where the configuration's target_modules and the tensors disagree."""
-    targets = config.target_modules
-    if targets is None or targets == "all-linear":
-        return
-    modules = [pair.module for pair in pairs]
-    if isinstance(targets, str):
-        outside = _outside_pattern(targets, modules)
-    else:
-        outside = [m for m in modules if not any(_is_target(m, name) for name in targets)]
-        unused = [name for name in targets if not any(_is_target(m, name) for m in modules)]
-        if unused:
-            yield f"{CONFIG_FILE} target_modules names modules without tensors: {_listed(unused)}"
-    if outside:
-        yield f"the file adapts modules outside {CONFIG_FILE} target_modules: {_listed(outside)}"
-
-
-def _is_target(module: str, name: str) -> bool:
-    return module == name or module.endswith(f".{name}")
-
-
-def _outside_pattern(pattern: str, modules: Sequence[str]) -> list[str]:
-    """Return the modules a target pattern does not match; none when it is no safe pattern."""
-    if pattern_fault(pattern) is not None:
-        return []
-    expression = re.compile(pattern)
-    return [module for module in modules if not expression.fullmatch(module)]
-
-
-def _listed(names: Sequence[str], limit: int = 6) -> str:
-    return ", ".join(names[:limit]) + (
-        f" and {len(names) - limit} more" if len(names) > limit else ""
     )

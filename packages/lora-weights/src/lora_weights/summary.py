@@ -1,0 +1,121 @@
+"""What each module of an adapter gets, in names and numbers: the table of a report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from lora_weights.kinds import PartKind
+from lora_weights.names import Part
+from lora_weights.norms import part_norms
+from lora_weights.placement import LOHA_PARTS, LOKR_PARTS, VERA_PARTS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from lora_weights.inventory import ModuleEntries
+    from lora_weights.load import Reading
+    from lora_weights.tensor_format import TensorEntry
+
+_KINDS: Mapping[PartKind, frozenset[Part]] = MappingProxyType(
+    {
+        PartKind.PAIR: frozenset({Part.LORA_A, Part.LORA_B, Part.EMBEDDING_A, Part.EMBEDDING_B}),
+        PartKind.DORA: frozenset({Part.MAGNITUDE}),
+        PartKind.LORA_BIAS: frozenset({Part.LORA_BIAS}),
+        PartKind.BIAS: frozenset({Part.BASE_BIAS}),
+        PartKind.GAIN: frozenset({Part.IA3_GAIN}),
+        PartKind.FULL: frozenset({Part.FULL_WEIGHT}),
+        PartKind.TOKEN_ROWS: frozenset({Part.TOKEN_ROWS}),
+        PartKind.VERA: VERA_PARTS,
+        PartKind.LOHA: LOHA_PARTS,
+        PartKind.LOKR: LOKR_PARTS,
+    }
+)
+
+_LOW_RANK = frozenset(
+    {PartKind.PAIR, PartKind.EXPERTS, PartKind.VERA, PartKind.LOHA, PartKind.LOKR}
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleSummary:
+    """One module in a report."""
+
+    module: str
+    """Module path without PEFT's prefix."""
+    kinds: tuple[PartKind, ...]
+    """What the adapter does to it."""
+    rank: int
+    """Rank of what is low-rank, by the configuration; 0 where nothing is."""
+    scaling: float
+    """Factor of ``B A``; 1 where nothing is low-rank."""
+    shape_a: tuple[int, ...]
+    """Stored shape of A; empty without a pair."""
+    shape_b: tuple[int, ...]
+    """Stored shape of B; empty without a pair."""
+    dtype: str
+    """Stored type of B, or of the first tensor, such as BF16."""
+    is_embedding: bool
+    """Whether it is the pair of an embedding."""
+    nbytes: int
+    """Bytes of its tensors in the file."""
+    norms: Mapping[PartKind, float] = field(default_factory=dict)
+    """Size of what it does, by kind, as far as the adapter alone can tell (`part_norms`); empty
+    when the numbers were not read or the adapter cannot be loaded."""
+
+    @property
+    def update_norm(self) -> float | None:
+        """Frobenius norm of ``scaling * B A``, when it is known."""
+        return self.norms.get(PartKind.PAIR)
+
+
+def summarize(reading: Reading) -> Iterator[ModuleSummary]:
+    """Yield a line for each module of an adapter, sorted by path.
+
+    Args:
+        reading: as far as the adapter could be read.
+    """
+    if reading.inventory is None:
+        return
+    experts = {
+        pair.module for pairs in reading.inventory.experts.values() for pair in pairs.values()
+    }
+    for entries in reading.inventory.modules:
+        kinds = _kinds(entries, is_expert=entries.module in experts)
+        if kinds:
+            yield _summary(reading, entries, kinds)
+
+
+def _kinds(entries: ModuleEntries, *, is_expert: bool) -> tuple[PartKind, ...]:
+    found = [kind for kind, parts in _KINDS.items() if parts & entries.parts.keys()]
+    return tuple(PartKind.EXPERTS if is_expert and k is PartKind.PAIR else k for k in found)
+
+
+def _summary(
+    reading: Reading, entries: ModuleEntries, kinds: tuple[PartKind, ...]
+) -> ModuleSummary:
+    lora_a = entries.parts.get(Part.LORA_A) or entries.parts.get(Part.EMBEDDING_A)
+    lora_b = entries.parts.get(Part.LORA_B) or entries.parts.get(Part.EMBEDDING_B)
+    scaling = reading.scalings.get(entries.module) if _LOW_RANK & set(kinds) else None
+    return ModuleSummary(
+        module=entries.module,
+        kinds=kinds,
+        rank=scaling.rank if scaling else 0,
+        scaling=scaling.scaling if scaling else 1.0,
+        shape_a=lora_a.shape if lora_a else (),
+        shape_b=lora_b.shape if lora_b else (),
+        dtype=_dtype(entries, lora_b),
+        is_embedding=Part.EMBEDDING_A in entries.parts,
+        nbytes=sum(entry.end - entry.start for entry in entries.parts.values()),
+        norms=_norms(reading, entries.module),
+    )
+
+
+def _dtype(entries: ModuleEntries, lora_b: TensorEntry | None) -> str:
+    return (lora_b or next(iter(entries.parts.values()))).dtype
+
+
+def _norms(reading: Reading, module: str) -> Mapping[PartKind, float]:
+    part = reading.adapter.parts.get(module) if reading.adapter else None
+    return MappingProxyType({} if part is None else part_norms(part))
