@@ -187,7 +187,7 @@ class AdapterCatalog:
         async with self._serialised(name):
             entry = self._entry(name)
             del self._entries[name]
-            self._release(entry.digest)
+            self._let_go(entry.digest)
             _log.info("Unloaded LoRA adapter %r digest=%s", name, entry.digest[:12])
 
     async def pin(self, name: str) -> AdapterCard:
@@ -275,7 +275,7 @@ class AdapterCatalog:
         )
         self._holds[found.digest] += 1
         if before is not None:
-            self._release(before.digest)
+            self._let_go(before.digest)
         _log.info(
             "Loaded LoRA adapter %r digest=%s rank=%d bytes=%d seconds=%.3f",
             name,
@@ -284,6 +284,12 @@ class AdapterCatalog:
             found.size_bytes,
             found.load_s,
         )
+
+    def _let_go(self, digest: str) -> None:
+        """One name fewer stands for a version; without a name it is no longer pinned either."""
+        if all(entry.digest != digest for entry in self._entries.values()):
+            self._engine.call(lambda core: _unpin(core, digest))
+        self._release(digest)
 
     def _release(self, digest: str) -> None:
         self._holds[digest] -= 1
