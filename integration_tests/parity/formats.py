@@ -65,13 +65,17 @@ def randomise(model: nn.Module, *, seed: int = 3) -> None:
 
 
 def peft_made(
-    configure: Callable[[Base], peft.PeftConfig], *, edit: Mapping[str, object] | None = None
+    configure: Callable[[Base], peft.PeftConfig],
+    *,
+    edit: Mapping[str, object] | None = None,
+    runs: bool = True,
 ) -> Callable[[Base, Path], Tensor | None]:
     """Return a maker that lets PEFT build, save and run the adapter.
 
     Args:
         configure: the configuration for a base.
-        edit: fields to write over in the saved configuration; then there is no answer to expect.
+        edit: fields to write over in the saved configuration.
+        runs: whether PEFT's answer is asked for; not after an edit.
     """
 
     def make(base: Base, folder: Path) -> Tensor | None:
@@ -84,7 +88,7 @@ def peft_made(
             randomise(model)
             model.save_pretrained(str(folder))
         if edit is None:
-            return run(model)
+            return run(model) if runs else None
         path = folder / "adapter_config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | dict(edit)))
         return None
@@ -96,13 +100,7 @@ def refused(
     configure: Callable[[Base], peft.PeftConfig],
 ) -> Callable[[Base, Path], Tensor | None]:
     """Return a maker for a format whose answer nobody asks for."""
-    make = peft_made(configure)
-
-    def make_only(base: Base, folder: Path) -> Tensor | None:
-        make(base, folder)
-        return None
-
-    return make_only
+    return peft_made(configure, runs=False)
 
 
 def lora(

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from parity.bases import Base
     from parity.formats import Format
 
-MAX_RANK = 64
+MAX_RANK = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ import torch
 
 from lora_kernels import UnsupportedShapeError
 from lora_layers.content import SlotContent, make_prepared
-from lora_layers.testing import BuiltAdapter, TinyDecoder, dense_logits, runs
+from lora_layers.testing import BuiltAdapter, TinyDecoder, dense_logits, runs, stack_of
 
 if TYPE_CHECKING:
     from lora_layers import LoraModelManager, PreparedAdapter
@@ -22,8 +22,9 @@ def slot_content(manager: LoraModelManager, slot: int) -> dict[str, torch.Tensor
     """Return copies of all A and B of a slot."""
     return {
         f"{path} {kind}{index}": tensor[slot].clone()
-        for path, stack in manager._injection.stacks.items()
-        for kind, tensors in (("A", stack.weights.lora_a), ("B", stack.weights.lora_b))
+        for path in manager._injection.stacks
+        for weights in [stack_of(manager, path).weights]
+        for kind, tensors in (("A", weights.lora_a), ("B", weights.lora_b))
         for index, tensor in enumerate(tensors)
     }
 
@@ -69,7 +70,7 @@ def test_a_smaller_rank_leaves_no_rows_of_the_larger_one(manager: LoraModelManag
 
     manager.activate("small")
 
-    weights = manager._injection.stacks["lm_head"].weights
+    weights = stack_of(manager, "lm_head").weights
     assert weights.slot_ranks[0] == (2,)
     assert not weights.lora_a[0][0, 2:].any()
     assert not weights.lora_b[0][0, :, 2:].any()

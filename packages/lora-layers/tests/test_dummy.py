@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lora_layers import LoraModelConfig, LoraModelManager
-from lora_layers.testing import PACKED_MODULES, TinyDecoder
+from lora_layers.testing import PACKED_MODULES, TinyDecoder, content_of, stack_of
 
 
 def test_dummies_are_named_in_order_and_share_their_tensors(manager: LoraModelManager) -> None:
@@ -22,8 +22,9 @@ def test_a_dummy_has_a_zero_pair_for_every_slice_of_every_module(
 
     stacks = manager._injection.stacks
     assert set(dummy.contents) == set(stacks)
-    for path, content in dummy.contents.items():
-        assert len(content.slices) == len(stacks[path].weights.out_features)
+    for path in dummy.contents:
+        content = content_of(dummy, path)
+        assert len(content.slices) == len(stack_of(manager, path).weights.out_features)
         for pair in content.slices:
             assert pair is not None
             assert not torch.cat([pair[0].flatten(), pair[1].flatten()]).any()

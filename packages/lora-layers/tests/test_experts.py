@@ -17,8 +17,9 @@ from torch.nn import functional
 from lora_layers import AdapterMismatchError, LoraModelConfig, LoraModelManager
 from lora_layers.content import ExpertContent, make_prepared
 from lora_layers.errors import UnsupportedModuleError
-from lora_layers.testing import build_adapter, runs
-from lora_weights import ExpertPair, ExpertPart, ModulePart
+from lora_layers.testing import runs
+from lora_weights import ExpertPair, ExpertPart, load_adapter
+from lora_weights.testing import write_adapter
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -185,7 +186,7 @@ def step() -> Step:
     )
 
 
-@pytest.fixture(params=FORMS.values(), ids=FORMS.keys())
+@pytest.fixture(params=list(FORMS.values()), ids=list(FORMS))
 def form(request: pytest.FixtureRequest) -> Form:
     """Return each form in turn."""
     found: Form = request.param
@@ -291,8 +292,9 @@ def test_slots_for_shared_outer_factors_are_smaller_and_refuse_others_by_name(
     form = FORMS["mixtral"]
     plain, shared = manage(form)[0], manage(form, moe_shared_loras=True)[0]
     assert shared.slot_bytes < plain.slot_bytes
-    shell = build_adapter(tmp_path, ["layers.0.attn.q_proj"]).adapter
-    adapter = replace(shell, parts={"experts": ModulePart(experts=draw_part(form, 1))})
+    sizes = {"gate_proj": (H, F), "up_proj": (H, F), "down_proj": (F, H)}
+    modules = {f"experts.{x}.{name}": size for x in range(X) for name, size in sizes.items()}
+    adapter = load_adapter(write_adapter(tmp_path, modules, r=3))
 
     assert plain.prepare(adapter).rank == 3
     with pytest.raises(AdapterMismatchError) as caught:

@@ -144,5 +144,5 @@ def test_slots_have_the_dtype_of_the_base_or_the_one_asked_for() -> None:
     own = LoraModelManager(TinyDecoder(), LoraModelConfig())
     asked = LoraModelManager(TinyDecoder(), config)
 
-    assert {s.weights.dtype for s in own._injection.stacks.values()} == {torch.float32}
-    assert {s.weights.dtype for s in asked._injection.stacks.values()} == {torch.bfloat16}
+    assert {s.dtype for s in own._injection.stacks.values()} == {torch.float32}
+    assert {s.dtype for s in asked._injection.stacks.values()} == {torch.bfloat16}

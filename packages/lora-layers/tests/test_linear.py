@@ -16,6 +16,7 @@ from lora_layers import (
 )
 from lora_layers.content import SlotContent, make_prepared
 from lora_layers.testing import runs
+from lora_weights import ModuleShape
 
 IN, OUT, RANK = 12, 20, 5
 
@@ -118,7 +119,9 @@ def test_a_transposed_linear_module_is_adapted_in_the_same_form() -> None:
     y = call(manager, x)
 
     expected = dense(module.weight.t(), module.bias, x[0], 1)
-    assert manager.shapes["proj"].in_features == IN
+    shape = manager.shapes["proj"]
+    assert isinstance(shape, ModuleShape)
+    assert shape.in_features == IN
     torch.testing.assert_close(y[0].double(), expected, atol=1e-4, rtol=1e-5)
 
 

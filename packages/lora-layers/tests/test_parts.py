@@ -224,7 +224,7 @@ def test_a_slot_reused_by_a_plain_adapter_keeps_nothing_of_gains_biases_and_whol
     "part",
     [
         ModulePart(gain=torch.full((16,), 2.0)),
-        ModulePart(full=FullModule(weight=torch.ones(16, IN))),
+        ModulePart(full=FullModule(weight=torch.ones(16, IN), bias=torch.ones(16))),
     ],
     ids=["gain", "full"],
 )

@@ -17,8 +17,9 @@ from lora_layers.testing import (
     BuiltAdapter,
     TinyDecoder,
     build_adapter,
+    content_of,
 )
-from lora_weights import LoraPair, ModulePart, ProblemCode, load_adapter
+from lora_weights import BaseCopy, LoraPair, ModulePart, ProblemCode, load_adapter
 from lora_weights.testing import write_adapter
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def test_pairs_are_sorted_into_slices_of_true_rank(
     prepared = manager.prepare(chat.adapter)
 
     assert set(prepared.contents) == {"layers.0.attn.qkv_proj", "layers.1.mlp.down_proj"}
-    q, k, v = prepared.contents["layers.0.attn.qkv_proj"].slices
+    q, k, v = content_of(prepared, "layers.0.attn.qkv_proj").slices
     assert q is not None
     assert q[0].shape == (7, 16)
     assert k is None
@@ -59,8 +60,9 @@ def test_preparing_on_many_threads_gives_equal_results(
     first = results[0]
     for other in results[1:]:
         assert list(other.contents) == list(first.contents)
-        for path, content in first.contents.items():
-            for pair, others in zip(content.slices, other.contents[path].slices, strict=True):
+        for path in first.contents:
+            slices = content_of(first, path).slices
+            for pair, others in zip(slices, content_of(other, path).slices, strict=True):
                 assert pair is not None
                 assert others is not None
                 assert torch.equal(pair[1], others[1])
@@ -171,7 +173,7 @@ def test_the_cast_to_the_slots_dtype_happens_once_after_the_scaling(sql: BuiltAd
     prepared = manager.prepare(sql.adapter)
 
     folded = sql.adapter.parts["lm_head"].pair
-    pair = prepared.contents["lm_head"].slices[0]
+    pair = content_of(prepared, "lm_head").slices[0]
     assert folded is not None
     assert pair is not None
     assert torch.equal(pair[1], folded.lora_b.bfloat16())
@@ -181,11 +183,14 @@ def test_a_copy_of_the_base_table_counts_as_applied_only_when_it_is_equal(
     manager: LoraModelManager, model: TinyDecoder, sql: BuiltAdapter
 ) -> None:
     table = model.embed_tokens.weight
-    same = replace(sql.adapter, base_copies={"embed_tokens": table.clone()})
-    other = replace(sql.adapter, base_copies={"embed_tokens": table + 1})
+    key = "embed_tokens.base_layer.weight"
+    same, other = (
+        replace(sql.adapter, base_copies={"embed_tokens": BaseCopy(weights={key: copy})})
+        for copy in (table.clone(), table + 1)
+    )
 
     assert manager.prepare(same).rank == 4
-    with pytest.raises(AdapterMismatchError, match=r"embed_tokens base_layer.weight"):
+    with pytest.raises(AdapterMismatchError, match=r"embed_tokens.base_layer.weight is"):
         manager.prepare(other)
 
 
@@ -197,8 +202,8 @@ def test_missing_members_of_a_packed_module_stay_absent(
     prepared = manager.prepare(build_adapter(tmp_path, paths).adapter)
 
     present = {
-        path: [pair is not None for pair in content.slices]
-        for path, content in prepared.contents.items()
+        path: [pair is not None for pair in content_of(prepared, path).slices]
+        for path in prepared.contents
     }
     assert present == {
         "layers.0.attn.qkv_proj": [False, False, True],

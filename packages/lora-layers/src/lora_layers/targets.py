@@ -68,7 +68,11 @@ def read_shape(module: nn.Module) -> ModuleShape | ExpertShape | None:
         )
     linear = read_linear_shape(module)
     if linear is not None:
-        return ModuleShape(in_features=linear.in_features, out_features=linear.out_features)
+        return ModuleShape(
+            in_features=linear.in_features,
+            out_features=linear.out_features,
+            is_transposed=linear.is_transposed,
+        )
     if holds_one_matrix(module):
         out_features, in_features = weight_of(module).shape
         return ModuleShape(in_features=in_features, out_features=out_features)

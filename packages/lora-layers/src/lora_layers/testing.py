@@ -16,13 +16,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lora_layers.content import SlotContent
 from lora_layers.step import RowRun
+from lora_layers.wrappers import SlotStack
 from lora_weights import Adapter, load_adapter, save_adapter
 from lora_weights.testing import build_raw_adapter
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
+
+    from lora_layers.content import PreparedAdapter
+    from lora_layers.manager import LoraModelManager
 
 HIDDEN, INTER, VOCAB, LAYERS = 16, 24, 32, 2
 
@@ -224,3 +229,17 @@ def runs(*parts: tuple[int, Sequence[tuple[str, float]] | str | None]) -> tuple[
             adapters = ((adapters, 1.0),)  # noqa: PLW2901
         made.append(RowRun(num_rows=num_rows, adapters=tuple(adapters or ())))
     return tuple(made)
+
+
+def content_of(prepared: PreparedAdapter, path: str) -> SlotContent:
+    """Return what a prepared adapter puts into a slot of a linear or embedding module."""
+    content = prepared.contents[path]
+    assert isinstance(content, SlotContent), f"{path} is an experts module"
+    return content
+
+
+def stack_of(manager: LoraModelManager, path: str) -> SlotStack:
+    """Return the slots of a linear or embedding module, or packed group."""
+    stack = manager._injection.stacks[path]  # noqa: SLF001 - of this package
+    assert isinstance(stack, SlotStack), f"{path} is an experts module"
+    return stack

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lora_weights.adapter import Adapter
+from lora_weights.adapter import Adapter, BaseCopy
 from lora_weights.bound import BaseTensors, BoundPart
 from lora_weights.config import AdapterConfig
 from lora_weights.errors import (
@@ -53,6 +53,7 @@ __all__ = [
     "AdapterError",
     "AdapterNotFoundError",
     "AdapterReport",
+    "BaseCopy",
     "BaseTensors",
     "BoundPart",
     "ExpertPair",
