@@ -45,6 +45,8 @@ class Adapter:
     """Absolute folder it was read from; shown, never opened again."""
     base_copies: Mapping[str, BaseCopy] = field(default_factory=dict, repr=False)
     """Module path -> copies of the base's own tensors that the file holds."""
+    experts: range | None = None
+    """The experts that were asked for, by index in the whole model; None is all of them."""
     skipped: tuple[str, ...] = ()
     """Keys of tensors left out: below a prefix that the caller skips, or state of training."""
 

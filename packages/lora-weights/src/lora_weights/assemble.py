@@ -49,6 +49,7 @@ class Assembler:
         scalings: Mapping[str, ModuleScaling],
         token_ids: Mapping[str, tuple[int, ...]],
         dtype: torch.dtype | None,
+        experts: range | None = None,
     ) -> None:
         self._file = file
         self._inventory = inventory
@@ -57,6 +58,7 @@ class Assembler:
         self._scalings = scalings
         self._token_ids = token_ids
         self._dtype = dtype
+        self._local = experts
         # Base copies are large and soon compared and dropped; views would keep them in memory.
         self._keeps_file = not inventory.base_copies
         self._pairs = {pair.module: pair for pair in inventory.pairs}
@@ -136,18 +138,17 @@ class Assembler:
         """Return the pairs on expert parameters as they are: only a base tells what they mean."""
         found = {}
         for name, pair in pairs.items():
-            owner = pair.stored_as.removesuffix(f".{name}") if name else pair.stored_as
-            names = (name,) if name in PROJECTIONS else PARAMETERS
             found[name] = StoredPair(
                 lora_a=self._tensor(pair.lora_a),
                 lora_b=self._tensor(pair.lora_b),
-                scalings={key: self._table.resolve(f"{owner}.{key}") for key in names},
+                scalings=parameter_scalings(name, pair, self._table),
             )
         return StoredExperts(
             pairs=MappingProxyType(found),
             dtype=self._dtype,
             peft_version=self._config.peft_version,
             parameters=tuple(name.rpartition(".")[2] for name in self._config.target_parameters),
+            local=self._local,
         )
 
     def _copy(self, parts: Mapping[Part, TensorEntry]) -> BaseCopy:
@@ -176,3 +177,18 @@ class Assembler:
         """Return the type to hold a factor in: float64 is held in float32."""
         stored = tensor.dtype if tensor.dtype in LORA_DTYPES else torch.float32
         return self._dtype or stored
+
+
+def parameter_scalings(
+    name: str, pair: PairEntries, table: ScalingTable
+) -> dict[str, ModuleScaling]:
+    """Return rank and scaling of a stacked pair by the name of each parameter it may be.
+
+    Args:
+        name: nesting of the pair, or the name of its projection.
+        pair: where it lies.
+        table: of the adapter.
+    """
+    owner = pair.stored_as.removesuffix(f".{name}") if name else pair.stored_as
+    names = (name,) if name in PROJECTIONS else PARAMETERS
+    return {key: table.resolve(f"{owner}.{key}") for key in names}

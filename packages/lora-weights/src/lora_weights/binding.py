@@ -177,6 +177,9 @@ class _Binder:
         elif limit is not None and (found[1:] != size[1:] or found[0] > limit):
             expected = f"[at most {limit}, {size[1]}]"
             self._note(ProblemCode.SHAPE_MISMATCH, "weight", str(found), expected)
+        rows = found[1] if shape.is_transposed and len(found) > 1 else found[0]
+        if full.bias is not None and list(full.bias.shape) != [rows]:
+            self._note(ProblemCode.SHAPE_MISMATCH, "bias", str(list(full.bias.shape)), str([rows]))
         tensors = self.base()
         if tensors is not None and (tensors.bias is None) is not (full.bias is None):
             code = ProblemCode.MISSING_WEIGHTS if full.bias is None else ProblemCode.SHAPE_MISMATCH

@@ -30,11 +30,17 @@ from lora_weights.tensors import (
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from lora_weights.selection import Selector
     from lora_weights.sources.folder import AdapterFiles
 
 
 def read_checkpoint(
-    files: AdapterFiles, *, allow_pickle: bool, read_tensors: bool, max_bytes: int
+    files: AdapterFiles,
+    *,
+    allow_pickle: bool,
+    read_tensors: bool,
+    max_bytes: int,
+    select: Selector | None = None,
 ) -> tuple[AdapterConfig | None, TensorFile | None, list[Problem]]:
     """Read configuration and weights as one state of the folder.
 
@@ -43,6 +49,7 @@ def read_checkpoint(
         allow_pickle: read ``.bin`` and ``.pt`` files.
         read_tensors: read the numbers too, and not only names and shapes.
         max_bytes: most bytes of weights to read.
+        select: what is wanted of each tensor; None is everything.
 
     Returns:
         The configuration, or None when rank and alpha cannot be told; the tensors, or None when
@@ -55,7 +62,11 @@ def read_checkpoint(
     stamp = file_stamp(files.config)
     config, problems = read_config(files)
     tensors, more = read_weights(
-        files, allow_pickle=allow_pickle, read_tensors=read_tensors, max_bytes=max_bytes
+        files,
+        allow_pickle=allow_pickle,
+        read_tensors=read_tensors,
+        max_bytes=max_bytes,
+        select=select,
     )
     problems += more
     if file_stamp(files.config) != stamp:
@@ -85,7 +96,12 @@ def read_config(files: AdapterFiles) -> tuple[AdapterConfig | None, list[Problem
 
 
 def read_weights(
-    files: AdapterFiles, *, allow_pickle: bool, read_tensors: bool, max_bytes: int
+    files: AdapterFiles,
+    *,
+    allow_pickle: bool,
+    read_tensors: bool,
+    max_bytes: int,
+    select: Selector | None = None,
 ) -> tuple[TensorFile | None, list[Problem]]:
     """Read the weights: one safetensors file, several with an index, or a pickle.
 
@@ -101,7 +117,7 @@ def read_weights(
             found = "a pickle, which has no header"
             return None, [unreadable(path.name, found, "safetensors, or to read it whole")]
         problem = _too_large(path.stat().st_size, max_bytes)
-        return (None, [problem]) if problem else read_pickle(path)
+        return (None, [problem]) if problem else read_pickle(path, select=select)
     is_index = path.name == INDEX_FILE
     headers, problems = _shard_headers(files, path) if is_index else _single_header(path)
     size = sum(header.data_bytes for header in headers)
@@ -112,7 +128,7 @@ def read_weights(
         problems.append(problem)
     if problems:
         return None, problems
-    return read_data(headers) if read_tensors else (names_only(headers), [])
+    return read_data(headers, select=select) if read_tensors else (names_only(headers), [])
 
 
 def _single_header(path: Path) -> tuple[list[FileHeader], list[Problem]]:

@@ -27,6 +27,7 @@ def compute_digest(
     scalings: Mapping[str, float],
     tensors: Iterable[tuple[str, str, str, tuple[int, ...], memoryview]],
     token_ids: Mapping[str, tuple[int, ...]],
+    experts: range | None = None,
 ) -> str:
     """Hash an adapter.
 
@@ -35,6 +36,7 @@ def compute_digest(
         scalings: module path -> factor of ``B A``, which also records the order of patterns.
         tensors: (module, part, type name, shape, raw bytes as stored), in any order.
         token_ids: module path -> tokens of its rows.
+        experts: the block of experts it was cut down to; it is another adapter than the whole.
 
     Returns:
         64 hex digits (SHA-256).
@@ -59,6 +61,8 @@ def compute_digest(
         "scalings": dict(scalings),
         "token_ids": dict(token_ids),
     }
+    if experts is not None:
+        header["experts"] = [experts.start, experts.stop]
     digest.update(_canonical(header))
     for module, part, dtype, shape, content in sorted(tensors, key=lambda item: item[:2]):
         digest.update(_canonical([module, part, dtype, shape]))
@@ -72,6 +76,8 @@ def digest_file(
     config: AdapterConfig,
     scalings: Mapping[str, ModuleScaling],
     token_ids: Mapping[str, tuple[int, ...]],
+    *,
+    experts: range | None = None,
 ) -> str:
     """Hash the adapter in a file.
 
@@ -84,6 +90,7 @@ def digest_file(
         config: its configuration.
         scalings: module path -> rank and scaling.
         token_ids: path of a module, as the file spells it -> tokens of its rows.
+        experts: the experts of the whole model that were read; None is all.
     """
     tokens = {
         entries.module: token_ids[entries.stored_as]
@@ -91,7 +98,7 @@ def digest_file(
         if entries.stored_as in token_ids
     }
     factors = {module: scaling.scaling for module, scaling in scalings.items()}
-    return compute_digest(config, factors, _records(file, inventory), tokens)
+    return compute_digest(config, factors, _records(file, inventory), tokens, experts)
 
 
 def _records(

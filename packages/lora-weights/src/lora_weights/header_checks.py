@@ -16,6 +16,7 @@ from lora_weights.methods.build import exact_rank
 from lora_weights.names import Part
 from lora_weights.placement import (
     EMBEDDING_NAMES,
+    LINEAR_PAIR,
     LOHA_PARTS,
     LOKR_PARTS,
     METHOD_PARTS,
@@ -59,6 +60,8 @@ def check_header(
     for entries in inventory.modules:
         rank = scalings[entries.module].rank
         yield from _check_types(entries.module, entries.parts)
+        if len(entries.parts) == len(LINEAR_PAIR) and entries.parts.keys() >= LINEAR_PAIR:
+            continue  # A and B alone, as in nearly every file
         yield from _check_vectors(entries)
         yield from _check_full(entries)
         yield from _check_method(entries, config, inventory.shared, rank)
@@ -219,10 +222,10 @@ def _check_full(entries: ModuleEntries) -> Iterator[Problem]:
         return
     if not weight.shape or not all(weight.shape):
         yield _mismatch(entries.module, Part.FULL_WEIGHT, str(list(weight.shape)), "values")
-    elif bias is not None and bias.shape != weight.shape[:1]:
-        yield _mismatch(
-            entries.module, Part.FULL_BIAS, str(list(bias.shape)), str(list(weight.shape[:1]))
-        )
+    # A Conv1D keeps its outputs in the second dimension.
+    elif bias is not None and bias.shape not in ((size,) for size in weight.shape[:2]):
+        expected = f"[{weight.shape[0]}], one for each row of the weight"
+        yield _mismatch(entries.module, Part.FULL_BIAS, str(list(bias.shape)), expected)
 
 
 def _check_method(

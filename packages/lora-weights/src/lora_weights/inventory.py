@@ -16,6 +16,7 @@ from lora_weights.placement import (
     COPY_PARTS,
     FULL_PARTS,
     LINEAR_PAIR,
+    METHOD_PARTS,
     check_module,
     foreign_owner,
 )
@@ -34,7 +35,10 @@ MAX_KEY_LENGTH = 256
 """Longest tensor key accepted; real ones have about 100 characters."""
 
 _WITHOUT_NAME = COPY_PARTS | FULL_PARTS | {Part.BASE_BIAS}
-"""Parts whose keys hold the adapter's name in raw dumps at most."""
+"""Parts whose keys do not have to hold the adapter's name, or hold it beside clean keys.
+
+PEFT leaves it in those of a saved module's inner biases (``bias="all"``).
+"""
 
 STACKED_AXES = 3
 """Axes of a factor that is stacked over experts."""
@@ -103,6 +107,10 @@ class _Sorter:
     duplicates: list[tuple[TensorEntry, TensorEntry]] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
+    own: frozenset[Part] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.own = METHOD_PARTS[self.config.peft_type]
 
     def add(self, entry: TensorEntry) -> None:
         """Place one tensor."""
@@ -112,7 +120,7 @@ class _Sorter:
             self._note_tensor(short(entry.key), found, f"at most {MAX_KEY_LENGTH}")
             return
         parsed = parse_key(entry.key)
-        if self.renaming.is_skipped(parsed.module):
+        if self.renaming.skip_prefixes and self.renaming.is_skipped(parsed.module):
             self.skipped.append(entry.key)
         elif self._is_in_place(parsed, entry):
             self._place(parsed, entry)
@@ -120,6 +128,8 @@ class _Sorter:
     def _is_in_place(self, parsed: ParsedKey, entry: TensorEntry) -> bool:
         """Return whether a tensor is one of this adapter's method; note it otherwise."""
         part = parsed.part
+        if part in self.own:
+            return True
         if part is Part.FOREIGN:
             self._note(
                 ProblemCode.FOREIGN_FORMAT,
@@ -152,12 +162,12 @@ class _Sorter:
 
     def _place(self, parsed: ParsedKey, entry: TensorEntry) -> None:
         part = parsed.part
-        if part not in _WITHOUT_NAME or parsed.adapter_name:
+        if part not in _WITHOUT_NAME:
             self.adapter_names.setdefault(parsed.adapter_name, entry.key)
         if part in SHARED_PARTS:
             self._put(self.shared, part, entry)
             return
-        names = self.renaming.new_names(parsed.module)
+        names = self.renaming.new_names(parsed.module) if self.renaming.rename else [parsed.module]
         if len(names) > 1:
             self._note(
                 ProblemCode.AMBIGUOUS_MODULE,

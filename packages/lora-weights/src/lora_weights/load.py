@@ -14,7 +14,7 @@ import torch
 
 from lora_weights import checks
 from lora_weights.adapter import Adapter
-from lora_weights.assemble import LORA_DTYPES, Assembler
+from lora_weights.assemble import LORA_DTYPES, Assembler, parameter_scalings
 from lora_weights.checkpoint import read_checkpoint
 from lora_weights.digest import digest_file
 from lora_weights.errors import (
@@ -23,6 +23,7 @@ from lora_weights.errors import (
     Problem,
     SourceError,
 )
+from lora_weights.experts.reading import select_experts
 from lora_weights.header_checks import check_header, check_max_rank
 from lora_weights.inventory import Inventory, take_inventory
 from lora_weights.names import Part
@@ -76,6 +77,7 @@ def load_adapter(
     storage_options: Mapping[str, object] | None = None,
     rename: Mapping[str, str] | None = None,
     skip_prefixes: Sequence[str] = (),
+    experts: range | None = None,
 ) -> Adapter:
     """Read an adapter and check everything that can be told without a base model.
 
@@ -96,13 +98,16 @@ def load_adapter(
             of the configuration are matched against the names of the file.
         skip_prefixes: prefixes of module paths whose tensors are left out, such as ``mtp.``; the
             adapter lists them.
+        experts: the experts of this rank (`expert_range`), where they are spread over several;
+            None is all. Those of other ranks are not read where a file keeps them apart, and left
+            out by `bind_adapter` where it does not. The digest is then one of this block only.
 
     Raises:
         AdapterNotFoundError: no folder there, or no ``adapter_config.json`` in it.
         InvalidAdapterError: the adapter cannot be used; carries every problem.
         UnsafeFormatError: the only weights are a pickle file and `allow_pickle` is false.
         SourceError: the files cannot be read or fetched; the original error is the cause.
-        ValueError: `dtype`, `max_rank` or `max_bytes` is not one that can be asked for.
+        ValueError: `dtype`, `max_rank`, `max_bytes` or `experts` is not one that can be asked for.
     """
     reading = read_adapter(
         source,
@@ -113,6 +118,7 @@ def load_adapter(
             cache_dir=cache_dir, max_bytes=max_bytes, storage_options=storage_options or {}
         ),
         renaming=Renaming(rename=rename or {}, skip_prefixes=skip_prefixes),
+        experts=experts,
     )
     if reading.adapter is None:
         raise InvalidAdapterError(reading.problems, source=shown_source(source))
@@ -128,6 +134,7 @@ def read_adapter(
     fetch: FetchOptions,
     read_tensors: bool = True,
     renaming: Renaming | None = None,
+    experts: range | None = None,
 ) -> Reading:
     """Read a source as far as its content allows.
 
@@ -139,6 +146,8 @@ def read_adapter(
         raise ValueError(f"dtype is {dtype}, expected one of {names}")
     if max_rank is not None and max_rank < 1:
         raise ValueError(f"max_rank is {max_rank}, expected at least 1")
+    if experts is not None and (not experts or experts.step != 1 or experts.start < 0):
+        raise ValueError(f"experts is {experts}, expected a block of them")
     try:
         with open_source(
             source, fetch, allow_pickle=allow_pickle, read_tensors=read_tensors
@@ -149,6 +158,7 @@ def read_adapter(
                 allow_pickle=allow_pickle,
                 read_tensors=read_tensors,
                 max_bytes=fetch.max_bytes,
+                select=None if experts is None else select_experts(experts),
             )
             if reading.config is not None and reading.tensors is not None:
                 _check(
@@ -158,6 +168,7 @@ def read_adapter(
                     max_rank=max_rank,
                     dtype=dtype,
                     renaming=renaming or Renaming(),
+                    experts=experts,
                 )
             if not reading.problems:
                 opened.keep()
@@ -176,6 +187,7 @@ def _check(
     max_rank: int | None,
     dtype: torch.dtype | None,
     renaming: Renaming,
+    experts: range | None,
 ) -> None:
     """Check the tensors against the configuration; build the adapter when all is well."""
     inventory = take_inventory(file.entries, config, renaming)
@@ -195,10 +207,13 @@ def _check(
         return
     largest, problems = checks.check_finite(file)
     reading.problems += problems + checks.check_duplicates(file, inventory)
-    reading.problems += checks.check_effect(file, inventory, scalings)
+    if experts is None:
+        # One rank may have nothing of an adapter that changes other experts.
+        reading.problems += checks.check_effect(file, inventory, scalings)
     if reading.problems:
         return
-    reading.digest = digest_file(file, inventory, config, scalings, token_ids)
+    factors = scalings | _expert_scalings(inventory, table)
+    reading.digest = digest_file(file, inventory, config, factors, token_ids, experts=experts)
     assembler = Assembler(
         file,
         inventory,
@@ -207,8 +222,19 @@ def _check(
         scalings=scalings,
         token_ids=token_ids,
         dtype=dtype,
+        experts=experts,
     )
-    _build(reading, config, assembler, largest, dtype)
+    _build(reading, config, assembler, largest, dtype=dtype, experts=experts)
+
+
+def _expert_scalings(inventory: Inventory, table: ScalingTable) -> dict[str, ModuleScaling]:
+    """Return the scalings of all that the stacked pairs may turn out to be."""
+    return {
+        f"{path} {name}.{key}": scaling
+        for path, pairs in inventory.experts.items()
+        for name, pair in pairs.items()
+        for key, scaling in parameter_scalings(name, pair, table).items()
+    }
 
 
 def _build(
@@ -216,7 +242,9 @@ def _build(
     config: AdapterConfig,
     assembler: Assembler,
     largest: float,
+    *,
     dtype: torch.dtype | None,
+    experts: range | None,
 ) -> None:
     """Fold, cast and check the result. Writes the file's memory, so it comes after the digest."""
     assert reading.digest is not None
@@ -229,7 +257,7 @@ def _build(
     if any(largest * factor > torch.finfo(kind).max for kind in held):
         reading.problems += checks.check_overflow(pairs)
     # A cast to a narrow type can turn the smallest values into zero.
-    if not any(_may_change(part) for part in parts.values()):
+    if experts is None and not any(_may_change(part) for part in parts.values()):
         reading.problems.append(checks.no_effect(f"zero in every pair when held in {dtype}"))
     if reading.problems:
         return
@@ -239,6 +267,7 @@ def _build(
         digest=reading.digest,
         source=reading.files.source,
         base_copies=MappingProxyType(assembler.base_copies()),
+        experts=experts,
         skipped=reading.inventory.skipped,
     )
 

@@ -46,6 +46,12 @@ class ReadPlan:
     """Bytes of memory they take."""
 
 
+def cut_entries(entries: Iterable[TensorEntry], select: Selector) -> tuple[TensorEntry, ...]:
+    """Return the tensors and rows wanted, at the places where they lie."""
+    found = (_cut(entry, select(entry)) for entry in entries)
+    return tuple(entry for entry in found if entry is not None)
+
+
 def plan_reads(entries: Iterable[TensorEntry], select: Selector) -> ReadPlan:
     """Return what to read of a file; neighbours in the file stay neighbours in memory.
 
@@ -55,10 +61,7 @@ def plan_reads(entries: Iterable[TensorEntry], select: Selector) -> ReadPlan:
     """
     found: list[TensorEntry] = []
     reads: list[Read] = []
-    for entry in entries:
-        wanted = _cut(entry, select(entry))
-        if wanted is None:
-            continue
+    for wanted in cut_entries(entries, select):
         last = reads[-1] if reads else Read(0, 0, 0)
         is_next = wanted.start == last.source + last.size
         target = last.target + last.size

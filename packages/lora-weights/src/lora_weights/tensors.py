@@ -17,7 +17,7 @@ import torch
 
 from lora_weights.errors import Problem, ProblemCode
 from lora_weights.json_object import LFS_MARK
-from lora_weights.selection import ALIGNMENT, Read, ReadPlan, plan_reads
+from lora_weights.selection import ALIGNMENT, Read, ReadPlan, cut_entries, plan_reads
 from lora_weights.tensor_format import (
     DTYPES,
     LENGTH_BYTES,
@@ -279,11 +279,14 @@ def file_stamp(path: Path) -> FileStamp:
     return FileStamp(size=status.st_size, changed_ns=status.st_mtime_ns, node=status.st_ino)
 
 
-def read_pickle(path: Path) -> tuple[TensorFile | None, list[Problem]]:
+def read_pickle(
+    path: Path, *, select: Selector | None = None
+) -> tuple[TensorFile | None, list[Problem]]:
     """Read a ``.bin`` or ``.pt`` file with torch's restricted unpickler.
 
     Args:
-        path: the file, from a source the caller trusts.
+        path: the file, from a source the caller trusts. It can be read only as a whole.
+        select: what is wanted of each tensor; None is everything.
 
     Returns:
         The file as if it were safetensors, or None with the reason it cannot be read.
@@ -309,7 +312,8 @@ def read_pickle(path: Path) -> tuple[TensorFile | None, list[Problem]]:
     entries, fault = parse_header(header[LENGTH_BYTES:], len(data))
     if fault is not None:
         return None, [unreadable(path.name, *fault)]
-    return TensorFile(entries=entries, data=data), []
+    wanted = entries if select is None else cut_entries(entries, select)
+    return TensorFile(entries=wanted, data=data), []
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:

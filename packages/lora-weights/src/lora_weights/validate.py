@@ -80,7 +80,7 @@ def bind_adapter(
         if piece is not None:
             bound[target] = piece
     for target, group in groups.items():
-        experts, more = bind_experts(group, max_rank=max_rank)
+        experts, more = bind_experts(group, max_rank=max_rank, local=adapter.experts)
         problems += more
         if experts is not None:
             bound[target] = BoundPart(experts=experts)
@@ -88,7 +88,9 @@ def bind_adapter(
     problems += _check_token_names(adapter.config, parts, shapes)
     problems += _check_biases(adapter.config, parts, tensors)
     problems += _check_base_copies(adapter, paths, shapes, tensors)
-    if not problems and not any(_has_effect(path, part, tensors) for path, part in bound.items()):
+    has_effect = any(_has_effect(path, part, tensors) for path, part in bound.items())
+    # One rank may have nothing of an adapter that changes other experts.
+    if not problems and not has_effect and adapter.experts is None:
         problems.append(no_effect("without effect on this base"))
     if problems:
         raise InvalidAdapterError(problems, source=adapter.source)

@@ -144,7 +144,8 @@ class _Builder:
             lora_a=unflatten_a(stored.lora_a, num_experts),
             lora_b=unflatten_b(stored.lora_b, num_experts),
         )
-        self._add(name, projection, reverse_pair(pair) if is_reversed else pair, scaling)
+        pair = reverse_pair(pair) if is_reversed else pair
+        self._add(name, projection, self._slice(pair), scaling)
 
     def add_projections(self) -> None:
         """Add pairs that their own names explain."""
@@ -163,7 +164,12 @@ class _Builder:
                 self._check_factor(name, tensor, factor, wanted)
             pair = ExpertPair(lora_a=stored.lora_a, lora_b=stored.lora_b)
             if not self.problems:
-                self._add(name, projection, pair, scaling)
+                whole = self.stored.local is None
+                self._add(name, projection, self._slice(pair) if whole else pair, scaling)
+
+    def _slice(self, pair: ExpertPair) -> ExpertPair:
+        """Return the experts wanted of a pair over all of them."""
+        return pair if self.local is None else slice_pair(pair, self.local)
 
     def _check_factor(
         self, name: str, tensor: str, factor: torch.Tensor, wanted: tuple[int, int]
@@ -177,13 +183,11 @@ class _Builder:
     def _add(
         self, name: str, projection: Projection, pair: ExpertPair, scaling: ModuleScaling
     ) -> None:
-        """Cut, split, fold and cast one pair, and put it under its projections."""
+        """Split, fold and cast one pair, and put it under its projections."""
         if scaling.rank > self.max_rank:
             found, expected = f"rank {scaling.rank}", f"at most {self.max_rank}"
             self.note(name, "lora_A", found, expected, "RANK_TOO_LARGE")
             return
-        if self.local is not None and self.stored.local is None:
-            pair = slice_pair(pair, self.local)
         lora_a = pair.lora_a.to(self._held(pair.lora_a)).contiguous()
         pair = ExpertPair(lora_a=lora_a, lora_b=pair.lora_b)
         pieces = {projection.value: pair}

@@ -50,7 +50,8 @@ class StoredExperts:
     parameters: tuple[str, ...] = ()
     """Last names of the parameters that the configuration lists (``target_parameters``)."""
     local: range | None = None
-    """The experts whose stacked tensors were read; None is all."""
+    """The experts that were read of stacked projections; None is all. Pairs on parameters are
+    always whole."""
 
     @property
     def rank(self) -> int:
