@@ -80,19 +80,17 @@ class _Target:
     touched: Tensor | None
     """Rows of `y` that `sums` holds; left out when it is `y`."""
 
-    def add_(self, pairs: Tensor | None, delta: Tensor, low: int, high: int) -> None:
-        """Add `[m, high - low]` to the columns of the pairs' rows; all pairs if none are given."""
+    def add_(self, pairs: Tensor | None, delta: Tensor) -> None:
+        """Add `[m, O]` to the rows of some pairs; of all if none are given."""
         rows = self.rows if pairs is None else self.rows.index_select(0, pairs)
-        whole = high - low == self.sums.shape[1]
-        sums = self.sums if whole else self.sums[:, low:high]
         if self.touched is not None:  # rows may repeat
-            sums.index_add_(0, rows, delta.to(sums.dtype))
-        elif sums.dtype == delta.dtype and sums.is_contiguous():
-            sums.index_add_(0, rows, delta)
+            self.sums.index_add_(0, rows, delta.to(self.sums.dtype))
+        elif self.sums.dtype == delta.dtype and self.sums.is_contiguous():
+            self.sums.index_add_(0, rows, delta)
         else:
             # Added in the wider dtype and rounded once. Where rows are strided, index_add_ of a
             # 16-bit dtype would rewrite all of them, those of base tokens included.
-            sums.index_copy_(0, rows, sums.index_select(0, rows).add_(delta))
+            self.sums.index_copy_(0, rows, self.sums.index_select(0, rows).add_(delta))
 
     def finish_(self) -> Tensor:
         """Round sums into the output, and return it."""
@@ -221,7 +219,7 @@ def _expand_bags_(
     delta = torch.embedding_bag(
         b_pieces, pieces_mF.flatten(), starts_mC.flatten(), False, 0, False, v_mF
     )[0]
-    target.add_(pairs, delta.view(num_pairs, -1), 0, weights.total_out_features)
+    target.add_(pairs, delta.view(num_pairs, -1))
 
 
 def _bag_columns(weights: ExpertWeights, ranks: Ranks) -> tuple[Tensor, Tensor, Tensor]:
@@ -260,11 +258,14 @@ def _expand_bucket_(
     """Multiply the factors of a bucket's pairs with their B, slice by slice."""
     b_nrO = _factors(weights.b_storage, layout.keys, max(ranks)).to(v_MRP.dtype)
     v_mRP = v_MRP.index_select(0, layout.padded_pairs)
+    shape = (b_nrO.shape[0], layout.size, b_nrO.shape[2])
+    out_nSO = v_MRP.new_empty(shape) if all(ranks) else v_MRP.new_zeros(shape)
     for p, rank in enumerate(ranks):
         if rank:
             low, high = weights.out_ranges[p]
             v_nSr = v_mRP[:, :rank, p].reshape(-1, layout.size, rank)
-            part_mO = torch.bmm(v_nSr, b_nrO[:, :rank, low:high]).flatten(0, 1)
-            if layout.places is not None:
-                part_mO = part_mO.index_select(0, layout.places)
-            target.add_(layout.pairs, part_mO, low, high)
+            torch.bmm(v_nSr, b_nrO[:, :rank, low:high], out=out_nSO[:, :, low:high])
+    out_mO = out_nSO.flatten(0, 1)
+    if layout.places is not None:
+        out_mO = out_mO.index_select(0, layout.places)
+    target.add_(layout.pairs, out_mO)
