@@ -436,7 +436,7 @@ def test_a_failed_fetch_ends_the_requests_that_wait_for_it(adapters: Adapters) -
 
 
 @pytest.fixture
-def engine(adapters: Adapters) -> Iterator[Engine]:
+def engine(adapters: Adapters) -> Iterator[Engine[EngineCore]]:
     engine = Engine(build_core(adapters, budget=64))
     engine.start()
     yield engine
@@ -444,7 +444,7 @@ def engine(adapters: Adapters) -> Iterator[Engine]:
 
 
 def test_streams_of_many_requests_come_back_over_the_event_loop(
-    engine: Engine, adapters: Adapters, oracle: Oracle
+    engine: Engine[EngineCore], adapters: Adapters, oracle: Oracle
 ) -> None:
     async def collect(one: GenerationRequest) -> list[EngineOutput]:
         return [output async for output in engine.generate(one)]
@@ -464,7 +464,7 @@ def test_streams_of_many_requests_come_back_over_the_event_loop(
 
 
 def test_closing_a_stream_early_frees_its_blocks_and_its_lease(
-    engine: Engine, adapters: Adapters
+    engine: Engine[EngineCore], adapters: Adapters
 ) -> None:
     async def main() -> None:
         long = request("long", PROMPTS[0], adapters, (("a", 1.0),), max_tokens=150)
@@ -480,7 +480,7 @@ def test_closing_a_stream_early_frees_its_blocks_and_its_lease(
 
 
 def test_shutdown_ends_running_streams_and_refuses_new_ones(
-    engine: Engine, adapters: Adapters
+    engine: Engine[EngineCore], adapters: Adapters
 ) -> None:
     async def main() -> list[EngineOutput]:
         outputs: list[EngineOutput] = []

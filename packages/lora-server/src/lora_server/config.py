@@ -18,7 +18,7 @@ from lora_server.option_fields import OptionKind, about, flag_of, value_problems
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["DeviceChoice", "Dtype", "LogLevel", "LoraDtype", "LoraModule", "ServerConfig"]
+__all__ = ["DeviceChoice", "Dtype", "LogLevel", "LoraDtype", "LoraModule", "ServerConfig", "Task"]
 
 _MIN_HOST_ADAPTERS = 32
 _GENERAL, _MEMORY, _LORA, _LATER = "Service", "Engine and memory", "Adapters", "Later versions"
@@ -52,6 +52,17 @@ class DeviceChoice(StrEnum):
     AUTO = "auto"
     CPU = "cpu"
     CUDA = "cuda"
+
+
+class Task(StrEnum):
+    """What the base model is served for."""
+
+    AUTO = "auto"
+    GENERATE = "generate"
+    CLASSIFY = "classify"
+    TOKEN_CLASSIFY = "token_classify"  # noqa: S105 - a word of vLLM's, no secret
+    SCORE = "score"
+    EMBED = "embed"
 
 
 class LogLevel(StrEnum):
@@ -157,6 +168,16 @@ class ServerConfig:
             OptionKind.INTEGER,
             minimum=1,
             unset="torch's choice",
+        ),
+    )
+    task: Task = field(
+        default=Task.AUTO,
+        metadata=about(
+            "What the model is served for; auto is what its configuration names. classify and "
+            "score take a model without a head too: adapters then bring theirs.",
+            _MEMORY,
+            OptionKind.CHOICE,
+            choices=tuple(Task),
         ),
     )
     max_model_len: int | None = field(
@@ -353,7 +374,13 @@ class ServerConfig:
     )
     max_lora_cls_labels: int | None = field(
         default=None,
-        metadata=_later("Most labels of an adapter's classification head.", OptionKind.INTEGER),
+        metadata=about(
+            "Most labels of an adapter's own classification head.",
+            _LORA,
+            OptionKind.INTEGER,
+            minimum=1,
+            unset="as many as the base's head has",
+        ),
     )
 
     def __post_init__(self) -> None:

@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from lora_server.engine.admission import AdapterAdmission
-    from lora_server.engine.driver import Engine
-    from lora_server.engine.step import EngineCore
+    from lora_server.engine.core import AdapterEngine, Core
 
     from .loader import AdapterLoader, ReadAdapter
     from .paths import AdapterRoots
@@ -78,7 +77,7 @@ class AdapterCatalog:
     def __init__(
         self,
         *,
-        engine: Engine,
+        engine: AdapterEngine,
         loader: AdapterLoader | None,
         roots: AdapterRoots,
         base_names: Sequence[str],
@@ -302,7 +301,7 @@ class AdapterCatalog:
             raise InvalidRequestError("the server was started with --no-enable-lora")
         return self._loader
 
-    async def _on_engine(self, function: Callable[[EngineCore], R]) -> R:
+    async def _on_engine(self, function: Callable[[Core], R]) -> R:
         return await self._answer(self._engine.call(function))
 
     async def _answer(self, future: Future[R]) -> R:
@@ -347,29 +346,29 @@ class _State:
     is_pinned: bool
 
 
-def _admission(core: EngineCore) -> AdapterAdmission:
+def _admission(core: Core) -> AdapterAdmission:
     if core.adapters is None:
         raise InvalidRequestError("the server was started with --no-enable-lora")
     return core.adapters
 
 
-def _add(core: EngineCore, found: ReadAdapter, name: str) -> None:
+def _add(core: Core, found: ReadAdapter, name: str) -> None:
     _admission(core).add(found.digest, found.prepared, found.path, name=name)
 
 
-def _claim_pin(core: EngineCore, digest: str, replaced: str | None) -> Future[None]:
+def _claim_pin(core: Core, digest: str, replaced: str | None) -> Future[None]:
     admission = _admission(core)
     admission.check_pin(digest, replaced=replaced)
     return core.claim_slot(digest, partial(admission.pin, digest, replaced=replaced))
 
 
-def _unpin(core: EngineCore, digest: str) -> None:
+def _unpin(core: Core, digest: str) -> None:
     manager = _admission(core).manager
     if digest in manager:
         manager.unpin(digest)
 
 
-def _states(core: EngineCore, digests: Iterable[str]) -> dict[str, _State]:
+def _states(core: Core, digests: Iterable[str]) -> dict[str, _State]:
     manager = _admission(core).manager
     return {d: _State(manager.residency(d), manager.is_pinned(d)) for d in digests}
 

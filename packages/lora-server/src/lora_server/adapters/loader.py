@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from lora_layers import LoraModelManager, PreparedAdapter
-    from lora_server.engine.driver import Engine
-    from lora_server.engine.step import EngineCore
+    from lora_server.engine.core import AdapterEngine, Core
 
 _log = logging.getLogger(__name__)
 
@@ -109,11 +108,11 @@ class AdapterLoader:
             load_s=time.perf_counter() - start,
         )
 
-    def refetch(self, engine: Engine, digest: str, path: str) -> None:
+    def refetch(self, engine: AdapterEngine, digest: str, path: str) -> None:
         """Read a known adapter again, for requests that wait for it; returns at once."""
         self._threads.submit(self._refetch, engine, digest, path)
 
-    def _refetch(self, engine: Engine, digest: str, path: str) -> None:
+    def _refetch(self, engine: AdapterEngine, digest: str, path: str) -> None:
         result: PreparedAdapter | Exception
         try:
             found = self.read(path)
@@ -127,7 +126,7 @@ class AdapterLoader:
         except Exception as error:  # noqa: BLE001 - whatever it is, the waiting requests are told
             result = error
 
-        def finish(core: EngineCore) -> None:
+        def finish(core: Core) -> None:
             if core.adapters is not None:
                 core.adapters.finish_fetch(digest, result)
 

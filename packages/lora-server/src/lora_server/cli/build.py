@@ -47,7 +47,9 @@ _MAX_DEFAULT_KV_BYTES = 4 * 1024**3
 class RunningService:
     """Everything that runs behind one address."""
 
-    def __init__(self, *, service: Service, engine: Engine, loader: AdapterLoader | None) -> None:
+    def __init__(
+        self, *, service: Service, engine: Engine[EngineCore], loader: AdapterLoader | None
+    ) -> None:
         self.app: FastAPI = create_app(service)
         self._service = service
         self._engine = engine
@@ -122,9 +124,9 @@ class _Fetcher:
     """Starts background reads for the engine; connected once both ends exist."""
 
     def __init__(self) -> None:
-        self._ends: tuple[Engine, AdapterLoader] | None = None
+        self._ends: tuple[Engine[EngineCore], AdapterLoader] | None = None
 
-    def connect(self, engine: Engine, loader: AdapterLoader) -> None:
+    def connect(self, engine: Engine[EngineCore], loader: AdapterLoader) -> None:
         """Name who asks and who reads."""
         self._ends = (engine, loader)
 

@@ -12,21 +12,24 @@ import queue
 import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
 import torch
 
 from lora_server.errors import EngineError, NotReadyError
 
+from .core import AnyRequest, Core, Output
 from .messages import EngineOutput, RequestFailed, SequenceOutput
-from .step import EngineCore, EngineStats
+from .pooling_request import PoolingOutput
 
 if TYPE_CHECKING:
     from .request import GenerationRequest
+    from .step import EngineStats
 
 _log = logging.getLogger(__name__)
 
 R = TypeVar("R")
+C = TypeVar("C", bound=Core)
 
 _IDLE_WAIT_S = 0.02
 """How long the thread sleeps when requests wait but none may run yet; a message wakes it."""
@@ -43,18 +46,18 @@ class _Stream:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, num_open: int) -> None:
         self.loop = loop
-        self.queue: asyncio.Queue[EngineOutput] = asyncio.Queue()
+        self.queue: asyncio.Queue[Output] = asyncio.Queue()
         self.num_open = num_open
         """Continuations that have not ended."""
 
 
-class Engine:
-    """Runs an `EngineCore` on a thread of its own.
+class Engine(Generic[C]):
+    """Runs a core on a thread of its own.
 
     `generate`, `call` and `snapshot` may be used from any thread (`generate` from an event loop).
     """
 
-    def __init__(self, core: EngineCore, *, num_threads: int | None = None) -> None:
+    def __init__(self, core: C, *, num_threads: int | None = None) -> None:
         """Make the engine; `start` starts it.
 
         Args:
@@ -88,7 +91,7 @@ class Engine:
         self._is_draining = True
         self._post(self._abort_all)
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[EngineOutput, None]:
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[EngineOutput, None]:
         """Run a request and yield its outputs as they come.
 
         Closing the iterator early aborts the request and frees its KV blocks and its lease.
@@ -96,6 +99,9 @@ class Engine:
         Raises:
             NotReadyError: the service is shutting down.
         """
+        return cast("AsyncGenerator[EngineOutput, None]", self._outputs(request))
+
+    async def _outputs(self, request: AnyRequest) -> AsyncGenerator[Output, None]:
         if self._is_draining:
             raise NotReadyError("the service is shutting down")
         stream = _Stream(asyncio.get_running_loop(), request.n)
@@ -109,7 +115,7 @@ class Engine:
             if stream.num_open:
                 self._post(lambda: self._abort(request.request_id))
 
-    def call(self, function: Callable[[EngineCore], R]) -> Future[R]:
+    def call(self, function: Callable[[C], R]) -> Future[R]:
         """Run a function on the engine thread between two steps."""
         future: Future[R] = Future()
 
@@ -130,7 +136,7 @@ class Engine:
         Raises:
             TimeoutError: the engine did not answer, or has stopped.
         """
-        return self.call(EngineCore.stats).result(timeout=_SNAPSHOT_TIMEOUT_S)
+        return self.call(lambda core: core.stats()).result(timeout=_SNAPSHOT_TIMEOUT_S)
 
     def _post(self, command: _Command) -> None:
         self._inbox.put(command)
@@ -181,7 +187,7 @@ class Engine:
         except queue.Empty:
             return
 
-    def _submit(self, request: GenerationRequest, stream: _Stream) -> None:
+    def _submit(self, request: AnyRequest, stream: _Stream) -> None:
         self._streams[request.request_id] = stream
         if self._is_draining:
             error = NotReadyError("the service is shutting down")
@@ -199,9 +205,9 @@ class Engine:
     def _stop(self) -> None:
         self._is_stopping = True
 
-    def _deliver(self, outputs: Sequence[EngineOutput]) -> None:
+    def _deliver(self, outputs: Sequence[Output]) -> None:
         """Hand the step's outputs to their event loops, one wake-up a loop."""
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, EngineOutput]]] = {}
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, Output]]] = {}
         for output in outputs:
             stream = self._streams.get(output.request_id)
             if stream is not None:
@@ -213,19 +219,19 @@ class Engine:
                 _log.debug("an event loop closed before its outputs came")
         self._forget_ended(outputs)
 
-    def _forget_ended(self, outputs: Sequence[EngineOutput]) -> None:
+    def _forget_ended(self, outputs: Sequence[Output]) -> None:
         for output in outputs:
             if not self._core.is_known(output.request_id):
                 self._streams.pop(output.request_id, None)
 
 
-def _put_all(batch: Sequence[tuple[_Stream, EngineOutput]]) -> None:
+def _put_all(batch: Sequence[tuple[_Stream, Output]]) -> None:
     for stream, output in batch:
         stream.queue.put_nowait(output)
 
 
-def _num_ended(output: EngineOutput, num_open: int) -> int:
+def _num_ended(output: Output, num_open: int) -> int:
     """How many continuations of its request an output ends."""
-    if isinstance(output, RequestFailed):
+    if isinstance(output, RequestFailed | PoolingOutput):
         return num_open
     return int(isinstance(output, SequenceOutput) and output.finish_reason is not None)

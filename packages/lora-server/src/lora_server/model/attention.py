@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812 - torch's own convention
 from transformers import AttentionInterface
 
+from .attention_math import plain_attention
 from .kv_cache import KvCache, KvShape
 
 if TYPE_CHECKING:
@@ -134,7 +135,15 @@ def _decode(
         )
     else:
         sinks = None if options.sinks is None else options.sinks.view(1, num_kv, -1, 1)
-        out = _plain_attention(grouped, key, value, bias, options, sinks)
+        out = plain_attention(
+            grouped,
+            key,
+            value,
+            bias,
+            scaling=options.scaling,
+            softcap=options.softcap,
+            sinks=sinks,
+        )
     return out.reshape(query.shape)
 
 
@@ -173,26 +182,13 @@ def _prefill(  # noqa: PLR0917 - the layer, the step and the store are three thi
             )
         else:
             sinks = None if options.sinks is None else options.sinks.view(num_kv, groups, 1, 1)
-            out = _plain_attention(grouped, shared_key, shared_value, bias, options, sinks)
+            out = plain_attention(
+                grouped,
+                shared_key,
+                shared_value,
+                bias,
+                scaling=options.scaling,
+                softcap=options.softcap,
+                sinks=sinks,
+            )
     return out.permute(2, 0, 1, 3).reshape(num_tokens, num_heads, width)
-
-
-def _plain_attention(  # noqa: PLR0917 - the four tensors of attention, and how
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor,
-    options: _Options,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """Softmax attention written out in float32, with soft-capping and sinks."""
-    logits = (query.float() @ key.float().transpose(-1, -2)) * options.scaling
-    if options.softcap is not None:
-        logits = options.softcap * torch.tanh(logits / options.softcap)
-    logits = logits + bias.float()
-    if sinks is not None:
-        column = sinks.float().expand(*logits.shape[:-1], 1)
-        weights = torch.cat((logits, column), dim=-1).softmax(dim=-1)[..., :-1]
-    else:
-        weights = logits.softmax(dim=-1)
-    return (weights @ value.float()).to(query.dtype)

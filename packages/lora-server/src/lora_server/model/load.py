@@ -106,13 +106,7 @@ def load_model(path: str, *, dtype: str = "auto", device: str = "auto") -> Loade
         StartupError: there is nothing of that name, or it holds no causal language model with a
             tokenizer, or the model keeps a state that is not keys and values.
     """
-    folder = Path(path).expanduser()
-    if folder.exists() and not (folder / "config.json").is_file():
-        found = sorted(p.name for p in folder.iterdir())[:8] if folder.is_dir() else "a file"
-        raise StartupError([f"model {path}: expected a folder with a config.json, found {found}"])
-    if not folder.exists() and (path.startswith(("/", ".", "~")) or path.count("/") > 1):
-        raise StartupError([f"model {path}: no such folder"])
-    source = str(folder) if folder.exists() else path
+    source = find_source(path)
     target = torch.device(
         ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     )
@@ -143,6 +137,21 @@ def load_model(path: str, *, dtype: str = "auto", device: str = "auto") -> Loade
         context_length=int(text_config.max_position_embeddings),
         end_token_ids=_end_tokens(module, tokenizer),
     )
+
+
+def find_source(path: str) -> str:
+    """Return what transformers loads a model from: a folder, or a name in the local hub cache.
+
+    Raises:
+        StartupError: the folder is missing, or holds no model.
+    """
+    folder = Path(path).expanduser()
+    if folder.exists() and not (folder / "config.json").is_file():
+        found = sorted(p.name for p in folder.iterdir())[:8] if folder.is_dir() else "a file"
+        raise StartupError([f"model {path}: expected a folder with a config.json, found {found}"])
+    if not folder.exists() and (path.startswith(("/", ".", "~")) or path.count("/") > 1):
+        raise StartupError([f"model {path}: no such folder"])
+    return str(folder) if folder.exists() else path
 
 
 def _probe_shapes(
