@@ -266,12 +266,13 @@ def _one_thread() -> Iterator[None]:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "triton: runs kernels in Triton's interpreter")
     config.addinivalue_line("markers", "ptx: compiles kernels for GPUs, without one")
+    config.addinivalue_line("markers", "inductor: compiles C++, minutes on a cold cache")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what needs Triton's interpreter or compiler, or a GPU, unless `-m` asks for it."""
+    """Leave out what needs an interpreter, a compiler or a GPU, unless `-m` asks for it."""
     asked = config.option.markexpr
-    left_out = [name for name in ("triton", "ptx", "gpu") if name not in asked]
+    left_out = [name for name in ("triton", "ptx", "inductor", "gpu") if name not in asked]
     chosen: list[pytest.Item] = []
     deselected: list[pytest.Item] = []
     for item in items:

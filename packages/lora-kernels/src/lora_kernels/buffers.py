@@ -151,6 +151,7 @@ class RoutingBuffers:
             scales=tables.scales,
             seg_indptr=nothing,
             seg_slots=nothing[:0],
+            token_extent=self._packed.new_empty((num_tokens, 0)),
             num_tokens=num_tokens,
             num_slots=self._num_slots,
             segments=(),

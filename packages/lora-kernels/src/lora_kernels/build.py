@@ -221,6 +221,7 @@ def routing_of_sorted(
         scales=scales,
         seg_indptr=seg_indptr,
         seg_slots=seg_slots,
+        token_extent=torch.empty((num_tokens, 0), dtype=torch.uint8, device=device),
         num_tokens=num_tokens,
         num_slots=num_slots,
         segments=segments,

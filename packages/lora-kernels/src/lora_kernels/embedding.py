@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lora_kernels import dispatch
+import torch
+
+from lora_kernels import dispatch, library
 from lora_kernels.backend import Backend
 from lora_kernels.checks import (
     check_backend,
@@ -61,6 +63,10 @@ def embedding_lora_(
             is written then.
         BackendUnavailableError: the backend cannot run where the tensors are.
     """
+    if torch.compiler.is_compiling():
+        step = library.step_arguments(weights, routing, backend, batch_invariant=batch_invariant)
+        torch.ops.lora_kernels.embedding_lora_(y, token_ids, *step)
+        return y
     check_pairing("embedding_lora_", routing, weights)
     check_backend("embedding_lora_", routing, backend)
     check_token_ids("embedding_lora_", token_ids, routing, weights)

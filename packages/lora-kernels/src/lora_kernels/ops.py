@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lora_kernels import dispatch
+from lora_kernels import dispatch, library
 from lora_kernels.backend import Backend
 from lora_kernels.checks import (
     check_activations,
@@ -62,6 +62,9 @@ def shrink(
         KernelArgumentError: slots, dtypes or devices do not fit together.
         BackendUnavailableError: the backend cannot run where the tensors are.
     """
+    if torch.compiler.is_compiling():
+        step = library.step_arguments(weights, routing, backend, batch_invariant=batch_invariant)
+        return torch.ops.lora_kernels.shrink(x, *step)  # type: ignore[no-any-return]
     check_pairing("shrink", routing, weights)
     check_backend("shrink", routing, backend)
     check_activations("shrink", x, routing, weights)
@@ -105,6 +108,10 @@ def expand_(
             part of a weighted set.
         BackendUnavailableError: the backend cannot run where the tensors are.
     """
+    if torch.compiler.is_compiling():
+        step = library.step_arguments(weights, routing, backend, batch_invariant=batch_invariant)
+        torch.ops.lora_kernels.expand_(y, v, *step)
+        return y
     check_pairing("expand_", routing, weights)
     check_backend("expand_", routing, backend)
     check_output("expand_", y, routing, weights)
@@ -154,6 +161,10 @@ def apply_lora_(
             part of a weighted set.
         BackendUnavailableError: the backend cannot run where the tensors are.
     """
+    if torch.compiler.is_compiling():
+        step = library.step_arguments(weights, routing, backend, batch_invariant=batch_invariant)
+        torch.ops.lora_kernels.apply_lora_(y, x, *step)
+        return y
     check_pairing("apply_lora_", routing, weights)
     check_backend("apply_lora_", routing, backend)
     check_activations("apply_lora_", x, routing, weights)

@@ -64,6 +64,10 @@ class Routing:
     seg_slots: Tensor
     """Slot of each segment, `[G]` int64, strictly growing."""
 
+    token_extent: Tensor
+    """`[T, 0]`: `T` once more, as a shape. Compiled code would be made anew for each `num_tokens`,
+    but takes a shape that changes."""
+
     num_tokens: int
     """`T`: rows of the activations of this step."""
 

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     Pair = tuple[Tensor, Tensor]
 
 
+HAS_BIAS = 1
+HAS_GAIN = 2
+
+
 class StackedWeights:
     """The slots of one module.
 
@@ -37,7 +41,7 @@ class StackedWeights:
     `affine`, `[2, N, sum O_p]` float32, holds an output gain and a bias for each slot. Most
     adapters have neither, so it is allocated when the first one comes, or by `allocate_affine`,
     which who captures CUDA graphs calls before. `slot_table`, `[N, P + 1]` int32, tells kernels a
-    slot's true ranks and, last, whether it has a gain or a bias. Every address is fixed from its
+    slot's true ranks and, last, `HAS_BIAS` and `HAS_GAIN` bits. Every address is fixed from its
     allocation on.
     """
 
@@ -205,8 +209,7 @@ class StackedWeights:
         self.slot_ranks[slot] = tuple(0 if pair is None else pair[0].shape[0] for pair in slices)
         for i, rank in enumerate(self.slot_ranks[slot]):
             self.slot_table[slot, i] = rank  # passed by value: no copy that the host waits for
-        if gain is not None or bias is not None:
-            self.slot_table[slot, -1] = 1
+        self.slot_table[slot, -1] = HAS_BIAS * (bias is not None) + HAS_GAIN * (gain is not None)
         if gain is not None:
             self.allocate_affine()[0, slot].copy_(gain)
             self.gain_slots |= {slot}

@@ -142,8 +142,8 @@ def sgmv_expand_kernel(
             entries = tl.load(entries_ptrs + j, mask=mask_u, other=0)
             scales = tl.load(scales_ptr + entries, mask=mask_u, other=0.0)
             slot = tl.load(entry_slots_ptr + tl.load(row_entries_ptr + base + j))
-            is_affine = tl.load(slot_table_ptr + slot * (num_slices + 1) + num_slices)
-            mask_affine = offs_o < first + (last - first) * is_affine
+            flags = tl.load(slot_table_ptr + slot * (num_slices + 1) + num_slices)
+            mask_affine = offs_o < tl.where(flags > 0, last, first)
             gain_ptrs = affine_ptr + slot.to(tl.int64) * total_out + offs_o
             bias_ptrs = affine_ptr + (slot + num_slots).to(tl.int64) * total_out + offs_o
             gain = tl.load(gain_ptrs, mask=mask_affine, other=1.0)
@@ -231,8 +231,8 @@ def bgmv_expand_kernel(
             entry = tl.load(row_entries_ptr + base + j)
             scale = tl.load(scales_ptr + entry)
             slot = tl.load(entry_slots_ptr + entry)
-            is_affine = tl.load(slot_table_ptr + slot * (num_slices + 1) + num_slices)
-            mask_affine = offs_o < first + (last - first) * is_affine
+            flags = tl.load(slot_table_ptr + slot * (num_slices + 1) + num_slices)
+            mask_affine = offs_o < tl.where(flags > 0, last, first)
             gain_ptrs = affine_ptr + slot.to(tl.int64) * total_out + offs_o
             bias_ptrs = affine_ptr + (slot + num_slots).to(tl.int64) * total_out + offs_o
             gain = tl.load(gain_ptrs, mask=mask_affine, other=1.0)
