@@ -19,6 +19,7 @@ from lora_layers.testing import (
     build_adapter,
     dense_logits,
     runs,
+    stack_of,
 )
 
 if TYPE_CHECKING:
@@ -123,8 +124,9 @@ def test_a_removed_adapters_slot_is_cleared_piece_by_piece(setup: Setup) -> None
     assert setup.num_written(0) == 0
     assert not any(
         bool(tensor[0].any())
-        for stack in setup.manager._injection.stacks.values()
-        for tensor in (*stack.weights.lora_a, *stack.weights.lora_b)
+        for path in setup.manager._injection.stacks
+        for weights in [stack_of(setup.manager, path).weights]
+        for tensor in (*weights.lora_a, *weights.lora_b)
     )
 
 
