@@ -7,15 +7,28 @@ Language Models" (Sheng et al., 2024): virtual token counters. Knows nothing of 
 from __future__ import annotations
 
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from .sequence import SequenceState
-
 _BASE = ""
 """Counter of the requests without an adapter; no digest is empty."""
+
+
+class Waiting(Protocol):
+    """Who waits for a turn."""
+
+    @property
+    def adapter_digests(self) -> frozenset[str]:
+        """Which adapters; empty for the base."""
+
+    @property
+    def arrival(self) -> int:
+        """Position in the order of arrival; no two have the same."""
+
+
+W = TypeVar("W", bound=Waiting)
 
 
 class TokenShares:
@@ -53,16 +66,16 @@ class TokenShares:
         for name in digests or (_BASE,):
             self._served[name] = self._served.get(name, 0) + num_tokens
 
-    def in_turn(self, sequences: Sequence[SequenceState]) -> Iterator[SequenceState]:
+    def in_turn(self, sequences: Sequence[W]) -> Iterator[W]:
         """Yield sequences, those of the adapter that had fewest tokens first.
 
         What is charged between two of them counts for the next. Within an adapter their order
         stays.
         """
-        groups: dict[frozenset[str], list[SequenceState]] = {}
+        groups: dict[frozenset[str], list[W]] = {}
         for sequence in reversed(sequences):
             groups.setdefault(sequence.adapter_digests, []).append(sequence)
-        heap: list[tuple[int, int, list[SequenceState]]] = []
+        heap: list[tuple[int, int, list[W]]] = []
         for group in groups.values():
             self._push(heap, group)
         while heap:
@@ -71,8 +84,6 @@ class TokenShares:
             if group:
                 self._push(heap, group)
 
-    def _push(
-        self, heap: list[tuple[int, int, list[SequenceState]]], group: list[SequenceState]
-    ) -> None:
+    def _push(self, heap: list[tuple[int, int, list[W]]], group: list[W]) -> None:
         # Arrivals are distinct, so that lists are never compared.
         heappush(heap, (self.level(group[-1].adapter_digests), group[-1].arrival, group))
