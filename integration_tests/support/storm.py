@@ -13,14 +13,14 @@ import time
 from collections import Counter
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import httpx
 
 from support.server import BASE_NAME
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
     from support.fleet import Fleet
     from support.oracle import Choice
@@ -173,7 +173,9 @@ class Storm:
                 await reply.aread()
             if self._is_refused(reply, asked, start_s):
                 return
-            async with aclosing(reply.aiter_lines()) as lines:
+            # It is a generator, which has to be closed before the reply is.
+            open_lines = cast("AsyncGenerator[str]", reply.aiter_lines())
+            async with aclosing(open_lines) as lines:
                 async for line in lines:
                     if not line.startswith("data: {"):
                         continue
@@ -264,14 +266,14 @@ class Storm:
             name = chance.choice(sorted(self._pinned))
         verb = "unpin" if name in self._pinned else "pin"
         async with self._lock(name):
-            if verb == "unpin":
-                self._pinned.discard(name)
-            elif len(self._pinned) >= MAX_PINS:
-                return
-            else:
+            if verb == "pin":
+                if len(self._pinned) >= MAX_PINS:
+                    return
                 self._pinned.add(name)
             reply = await client.post(f"/v1/adapters/{name}/{verb}")
             card = reply.json()
+            if verb == "unpin":
+                self._pinned.discard(name)
             if reply.status_code != httpx.codes.OK or card["lora"]["pinned"] != (verb == "pin"):
                 self.problems.append(f"{verb} of {name}: {reply.status_code} {reply.text}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import aclosing
 from copy import deepcopy
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -141,11 +142,18 @@ def build_core(
         context_length=256,
         end_token_ids=frozenset(),
     )
+    ticks = iter(range(10**9))
+
+    def clock() -> float:
+        return next(ticks) * 1e-3
+
     manager = LoraModelManager(
         module,
         LoraModelConfig(
             max_loras=slots, max_lora_rank=4, max_cpu_loras=host, packed_modules=PACKED_MODULES
         ),
+        is_paced=True,
+        clock=clock,
     )
     model.use_cache(
         KvCache(
@@ -156,10 +164,11 @@ def build_core(
             device=model.device,
         )
     )
-    admission = AdapterAdmission(manager, host_capacity=host, fetch=lambda _digest, _path: None)
+    admission = AdapterAdmission(
+        manager, host_capacity=host, fetch=lambda _digest, _path: None, clock=clock
+    )
     for name, adapter in adapters.items():
         admission.add(adapter.digest, manager.prepare(adapter), "unused", name=name)
-    ticks = iter(range(10**9))
     return EngineCore(
         model=model,
         adapters=admission,
@@ -171,7 +180,7 @@ def build_core(
         ),
         pool=BlockPool(blocks, keeps_prefixes=prefixes),
         max_model_len=200,
-        clock=lambda: next(ticks) * 1e-3,
+        clock=clock,
     )
 
 
@@ -433,6 +442,102 @@ def test_a_failed_fetch_ends_the_requests_that_wait_for_it(adapters: Adapters) -
     assert isinstance(failed, RequestFailed)
     assert "disk gone" in str(failed.error)
     assert not core.has_work
+
+
+def test_s6_adapters_of_waiting_requests_are_fetched_while_they_wait(adapters: Adapters) -> None:
+    core = build_core({"a": adapters["a"]}, slots=1)
+    admission = core.adapters
+    assert admission is not None
+    asked: list[str] = []
+    admission._fetch = lambda digest, _path: asked.append(digest)
+    for name in "bc":
+        admission._path_of[adapters[name].digest] = "some/folder"
+    requests = [request(f"r{k}", PROMPTS[0], adapters, ((k, 1.0),)) for k in "abc"]
+    for one in requests:
+        core.submit(one)
+
+    with torch.inference_mode():
+        core.step()
+        core.step()
+
+    assert asked == [adapters[name].digest for name in "bc"]
+    assert core.stats().num_waiting_for_load == 2
+    assert core.stats().num_waiting_for_slot == 0
+
+
+def test_s114_requests_that_wait_for_a_slot_are_counted_apart(adapters: Adapters) -> None:
+    core = build_core(adapters, slots=1, wait=1e9)
+    for k in "ab":
+        core.submit(request(f"r{k}", PROMPTS[0], adapters, ((k, 1.0),), max_tokens=20))
+    core.submit(request("base", PROMPTS[0], adapters, max_tokens=2))
+
+    with torch.inference_mode():
+        for _ in range(8):  # the first slot is being written meanwhile
+            core.step()
+
+    stats = core.stats()
+    assert (stats.num_running, stats.num_waiting) == (1, 1)
+    assert (stats.num_waiting_for_slot, stats.num_waiting_for_load) == (1, 0)
+
+
+def test_a_large_adapter_is_written_between_the_steps_of_the_others(
+    adapters: Adapters, oracle: Oracle
+) -> None:
+    """The clock of this engine ticks with every look, so that a slot takes several steps."""
+    core = build_core(adapters, slots=2)
+    core.submit(request("base", PROMPTS[3], adapters, max_tokens=30))
+    with torch.inference_mode():
+        core.step()
+    core.submit(request("a", PROMPTS[0], adapters, (("a", 1.0),)))
+
+    steps = 0
+    with torch.inference_mode():
+        core.step()
+        while core.stats().num_waiting_for_slot:
+            stats = core.stats()
+            assert stats.cache is not None
+            assert (stats.num_running, stats.cache.slots_placing) == (1, 1)
+            core.step()
+            steps += 1
+    ended = run(core, [])
+
+    assert steps >= 2
+    assert tokens_of(ended["a"])[-1] == oracle.greedy((("a", 1.0),), PROMPTS[0], 6)[-1]
+
+
+def test_c46_an_adapter_that_cannot_be_written_ends_its_own_request_by_name(
+    adapters: Adapters, oracle: Oracle
+) -> None:
+    core = build_core({k: adapters[k] for k in "ab"})
+    assert core.adapters is not None
+    prepared = core.adapters.manager.prepare(adapters["c"])
+    head = prepared.contents["lm_head"]
+    spoiled = replace(head, slices=((torch.ones(1, 32), torch.ones(VOCAB + 1, 1)),))
+    bad = replace(prepared, contents={**prepared.contents, "lm_head": spoiled})
+    core.adapters.add(adapters["c"].digest, bad, "unused", name="spoiled")
+    good = request("good", PROMPTS[0], adapters, (("a", 1.0),))
+
+    outputs = run(core, [good, request("bad", PROMPTS[0], adapters, (("c", 1.0),))])
+
+    (failed,) = outputs["bad"]
+    assert isinstance(failed, RequestFailed)
+    assert "'spoiled' could not be written into its slot" in str(failed.error)
+    assert tokens_of(outputs["good"]) == oracle.greedy((("a", 1.0),), PROMPTS[0], 6)
+    stats = core.stats().cache
+    assert stats is not None
+    assert (stats.num_leases, stats.slots_placing, stats.device.load_failures) == (0, 0, 1)
+
+
+def test_c53_retiring_an_adapter_frees_its_kept_blocks_and_no_others(adapters: Adapters) -> None:
+    core = build_core(adapters)
+    run(core, [request("base", PROMPTS[0], adapters)])
+    kept = core.stats().kv_blocks_kept
+    run(core, [request("a", PROMPTS[0], adapters, (("a", 1.0),))])
+    assert core.stats().kv_blocks_kept > kept
+
+    core.retire(adapters["a"].digest)
+
+    assert core.stats().kv_blocks_kept == kept
 
 
 @pytest.fixture

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+import lora_server
 from lora_server.engine.kv import BlockPool
 from lora_server.engine.prefix import child_key, root_key
 from lora_server.engine.request import AdapterUse
@@ -75,6 +78,43 @@ def test_without_prefixes_nothing_is_found() -> None:
     assert pool.find([key]) == []
 
 
+def test_an_owner_that_goes_takes_what_only_it_could_find_along() -> None:
+    pool = BlockPool(4, keeps_prefixes=True)
+    blocks = pool.allocate(4)
+    keys = [child_key(root_key(()), [i]) for i in range(4)]
+    for block, key, owners in zip(blocks, keys, ("a", "b", "ab", ""), strict=True):
+        pool.remember(block, key, frozenset(owners))
+    pool.release(blocks[:1] + blocks[2:])
+
+    pool.forget_owner("a")
+
+    assert [pool.find([key]) for key in keys] == [[], [blocks[1]], [], [blocks[3]]]
+    assert (pool.num_findable, pool.num_available, pool.num_used) == (1, 3, 1)
+    pool.forget_owner("b")
+    pool.release(blocks[1:2])
+    assert (pool.num_findable, pool.num_available) == (1, 4)
+    assert not pool._owners_of.keys() - {blocks[3]}
+    assert not pool._blocks_of_owner
+
+
+def test_c35_every_kv_tier_takes_its_keys_from_the_one_builder() -> None:
+    """The tiers are those classes that keep blocks findable; the builder is `engine/prefix.py`."""
+    sources = {
+        path: path.read_text(encoding="utf-8")
+        for path in Path(lora_server.__file__).parent.rglob("*.py")
+    }
+
+    tiers = {path.name for path, text in sources.items() if "def remember(" in text}
+    builders = {path.name for path, text in sources.items() if "blake2b(" in text}
+    callers = {
+        path.name for path, text in sources.items() if "child_key(" in text or "root_key(" in text
+    }
+
+    assert tiers == {"kv.py"}
+    assert builders == {"prefix.py"}
+    assert callers == {"prefix.py", "sequence.py"}
+
+
 def test_a_pool_without_blocks_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 1 block, got 0"):
         BlockPool(0, keeps_prefixes=True)
@@ -128,11 +168,24 @@ class PoolMachine(RuleBasedStateMachine):
         blocks = data.draw(st.sampled_from(self.held))
         self.serial += 1
         key = child_key(root_key(()), [self.serial])
-        self.pool.remember(blocks[0], key)
+        self.pool.remember(blocks[0], key, frozenset(data.draw(st.sampled_from(["", "a", "ab"]))))
         found = self.pool.find([key])
         self.pool.share(found)
         if found:
             self.held.append(found)
+
+    @rule(owner=st.sampled_from("ab"))
+    def forget_owner(self, owner: str) -> None:
+        self.pool.forget_owner(owner)
+        assert all(owner not in owners for owners in self.pool._owners_of.values())
+
+    @invariant()
+    def what_is_findable_has_a_key_and_owners(self) -> None:
+        assert self.pool._key_of.keys() == self.pool._owners_of.keys()
+        assert set(self.pool._kept) <= self.pool._key_of.keys()
+        free, kept = set(self.pool._free), set(self.pool._kept)
+        assert not free & kept
+        assert len(free) + len(kept) == self.pool.num_available
 
     @invariant()
     def users_add_up(self) -> None:

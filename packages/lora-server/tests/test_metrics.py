@@ -240,6 +240,10 @@ def test_the_engines_state_is_read_at_the_scrape() -> None:
         "vllm:prefix_cache_hits_total": 10,
         "vllm:num_preemptions_total": 1,
         "lora_server_kv_blocks": 8,
+        "lora_server_kv_blocks_kept": 4,
+        "lora_server_requests_waiting_for_adapter_slot": 1,
+        "lora_server_requests_waiting_for_adapter_load": 0,
+        "lora_server_adapter_slots_placing": 3,
         "lora_server_kv_blocks_used": 2,
         "lora_server_adapter_slots": 4,
         "lora_server_adapter_slots_used": 3,
@@ -259,6 +263,7 @@ def test_the_cache_is_counted_by_tier() -> None:
     assert samples["lora_server_adapter_cache_evictions_total", device] == 3
     assert samples["lora_server_adapter_cache_loads_total", device] == 2
     assert samples["lora_server_adapter_cache_load_seconds_total", device] == 1.5
+    assert samples["lora_server_adapter_cache_load_failures_total", device] == 6
     assert samples["lora_server_adapter_bytes", device] == 100
 
 

@@ -84,17 +84,28 @@ class AdapterAdmission:
             name: what it is called in messages.
 
         Raises:
-            HostTierFullError: pinned adapters leave no room, or it is larger than the tier.
+            InvalidRequestError: pinned adapters leave no room, or it is larger than the tier.
         """
         if digest not in self._manager and not self._manager.restore(digest):
             try:
                 self._manager.register(digest, prepared)
             except HostTierFullError as error:
-                if set(error.kept) <= set(self._manager.pinned_keys()):
-                    raise
+                self._refuse_if_pinned(error, name)
         self._failures.pop(digest, None)
         self._path_of[digest] = path
         self._name_of[digest] = name
+
+    def _refuse_if_pinned(self, error: HostTierFullError, name: str) -> None:
+        """Raise unless the end of some lease makes room in the host tier."""
+        if error.max_bytes is not None and error.size_bytes > error.max_bytes:
+            raise InvalidRequestError(str(error), param="lora_path") from error
+        if set(error.kept) <= set(self._manager.pinned_keys()):
+            pins = ", ".join(map(self.shown, self._manager.pinned_keys()))
+            raise InvalidRequestError(
+                f"host memory has no room for adapter {name!r}: {error.num_entries} of "
+                f"{error.max_entries} adapters are there, and pinned are {pins}",
+                param="lora_name",
+            ) from error
 
     def retire(self, digest: str) -> None:
         """Refuse the adapter to new requests and free it once the last running one has ended."""
