@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lora_cache import Lease
     from lora_layers import LoraModelManager, PreparedAdapter
 
-    from .scheduler import SlotUser
+    from .scheduler import AdapterUser
 
 _log = logging.getLogger(__name__)
 
@@ -152,7 +152,7 @@ class AdapterAdmission:
         """Name a version in a message."""
         return f"{self._name_of[digest]!r}" if digest in self._name_of else digest[:12]
 
-    def failure(self, user: SlotUser) -> Exception | None:
+    def failure(self, user: AdapterUser) -> Exception | None:
         """Why it can never run, or None."""
         for digest in user.adapter_digests:
             if digest in self._failures:
@@ -167,7 +167,7 @@ class AdapterAdmission:
             return self._pinned_out(user)
         return None
 
-    def _pinned_out(self, user: SlotUser) -> Exception:
+    def _pinned_out(self, user: AdapterUser) -> Exception:
         names = ", ".join(map(self.shown, sorted(user.adapter_digests)))
         pins = ", ".join(map(self.shown, self._manager.pinned_keys()))
         num_slots = self._manager.config.max_loras
@@ -176,18 +176,18 @@ class AdapterAdmission:
             param="model",
         )
 
-    def is_runnable(self, user: SlotUser) -> bool:
+    def is_runnable(self, user: AdapterUser) -> bool:
         """Whether all adapters have been read, so that only room may be missing."""
         known = user.adapter_digests
         return all(digest in self._manager or digest in self._arrived for digest in known)
 
-    def can_admit(self, user: SlotUser) -> bool:
+    def can_admit(self, user: AdapterUser) -> bool:
         """Whether all adapters fit in slots now, beside leased and pinned ones."""
         if self._arrived:
             self._settle()
         return not user.adapter_digests or self._manager.can_admit(user.adapter_digests)
 
-    def begin(self, user: SlotUser) -> Lease[str]:
+    def begin(self, user: AdapterUser) -> Lease[str]:
         """Lease the slots of its adapters; those that are absent are written as time allows."""
         lease = self._manager.begin(user.adapter_digests)
         self._write_slots()
@@ -206,7 +206,7 @@ class AdapterAdmission:
         if self._manager.has_slot_work:
             self._manager.advance(max(self._writing_ends_s - self._clock(), 0.0))
 
-    def prefetch(self, users: Iterable[SlotUser]) -> None:
+    def prefetch(self, users: Iterable[AdapterUser]) -> None:
         """Start fetching what the first sequences need, one more than the host tier can hold.
 
         The one more waits for room: its request counts as runnable, so that it is not passed over

@@ -30,11 +30,8 @@ _CREDIT_STEPS = 4
 """Full steps of tokens that an adapter may have in advance of the others."""
 
 
-class SlotUser(Protocol):
-    """Who waits for slots: a sequence, or a claim."""
-
-    runnable_since_s: float | None
-    """When its adapters were first in the host tier while it waited; None before."""
+class AdapterUser(Protocol):
+    """Who needs adapters in slots."""
 
     @property
     def adapter_digests(self) -> frozenset[str]:
@@ -45,25 +42,32 @@ class SlotUser(Protocol):
         """Their slots, once they are promised."""
 
 
+class SlotUser(AdapterUser, Protocol):
+    """Who waits for slots: a sequence, or a claim."""
+
+    runnable_since_s: float | None
+    """When its adapters were first in the host tier while it waited; None before."""
+
+
 class AdapterGate(Protocol):
     """What the scheduler asks about adapters; `AdapterAdmission` answers."""
 
-    def prefetch(self, users: Iterable[SlotUser]) -> None:
+    def prefetch(self, users: Iterable[AdapterUser]) -> None:
         """Start fetching what these need, the first ones first."""
 
-    def failure(self, user: SlotUser) -> Exception | None:
+    def failure(self, user: AdapterUser) -> Exception | None:
         """Why it can never run, or None."""
 
     def forget_failures(self) -> None:
         """Let the next request for a failed adapter try again."""
 
-    def is_runnable(self, user: SlotUser) -> bool:
+    def is_runnable(self, user: AdapterUser) -> bool:
         """Whether all its adapters are in the host tier."""
 
-    def can_admit(self, user: SlotUser) -> bool:
+    def can_admit(self, user: AdapterUser) -> bool:
         """Whether all its adapters fit in slots now, beside leased and pinned ones."""
 
-    def begin(self, user: SlotUser) -> Lease[str]:
+    def begin(self, user: AdapterUser) -> Lease[str]:
         """Lease the slots of its adapters; they may still have to be written."""
 
     def is_pinned(self, digest: str) -> bool:
