@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from lora_cache import Lease
 
-    from .scheduler import SlotUser
+    from .scheduler import AdapterUser
 
 
 class NoCopies:
@@ -53,25 +53,25 @@ class Gate:
         for name in names:
             self.cache.register(name, name, size_bytes=1)
 
-    def prefetch(self, users: Iterable[SlotUser]) -> None:
+    def prefetch(self, users: Iterable[AdapterUser]) -> None:
         """All are resident."""
 
-    def failure(self, user: SlotUser) -> Exception | None:
+    def failure(self, user: AdapterUser) -> Exception | None:
         """Return what ended the lease."""
         return None if user.lease is None else user.lease.failure
 
     def forget_failures(self) -> None:
         """None are remembered."""
 
-    def is_runnable(self, user: SlotUser) -> bool:  # noqa: ARG002 - the signature is given
+    def is_runnable(self, user: AdapterUser) -> bool:  # noqa: ARG002 - the signature is given
         """All are resident."""
         return True
 
-    def can_admit(self, user: SlotUser) -> bool:
+    def can_admit(self, user: AdapterUser) -> bool:
         """Ask the cache."""
         return self.cache.can_admit(user.adapter_digests)
 
-    def begin(self, user: SlotUser) -> Lease[str]:
+    def begin(self, user: AdapterUser) -> Lease[str]:
         """Hold the slots; `write` says when they are written."""
         lease, moves = self.cache.begin(user.adapter_digests)
         self.writes += [(move.key, move.slot) for move in moves]
