@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import tempfile
 import warnings
@@ -34,6 +35,9 @@ Written by `python -m parity.table` in `integration_tests`; a test compares it w
 """
 
 
+_NUMBER = re.compile(r"0|\de-\d\d")
+
+
 def measure_base(base: Base, folder: Path) -> dict[str, Cell]:
     """Measure every format on one base: name of the format -> cell."""
     batch = MixedBatch(base, folder / "neighbour")
@@ -53,7 +57,7 @@ def render(table: Mapping[str, Mapping[str, Cell]]) -> str:
 
     def shown(cell: Cell) -> str:
         if cell.difference is not None:
-            return f"{cell.difference:.0e}"
+            return f"{cell.difference:.0e}" if cell.difference else "0"
         if not cell.refusal:
             return "-"
         return letters.setdefault(summary(cell), f"R{len(letters) + 1}")
@@ -88,7 +92,7 @@ def outcomes(page: str) -> Iterator[tuple[str, ...]]:
     for line in page.splitlines():
         if line.startswith("| "):
             cells = [cell.strip() for cell in line.strip("|").split("|")]
-            yield tuple("=" if "e-" in cell and cell[0].isdigit() else cell for cell in cells)
+            yield tuple("=" if _NUMBER.fullmatch(cell) else cell for cell in cells)
 
 
 def main() -> None:
