@@ -224,10 +224,10 @@ def test_c64_a_file_that_is_replaced_while_it_is_read_is_refused(
 ) -> None:
     other = (folder / name).read_bytes()
 
-    def read_while_a_trainer_writes(headers: Any) -> Any:
+    def read_while_a_trainer_writes(headers: Any, **arguments: Any) -> Any:
         (folder / "new").write_bytes(other)
         (folder / "new").replace(folder / name)
-        return read_data(headers)
+        return read_data(headers, **arguments)
 
     monkeypatch.setattr("lora_weights.checkpoint.read_data", read_while_a_trainer_writes)
     with pytest.raises(InvalidAdapterError, match="changed while it was read"):

@@ -124,6 +124,20 @@ def test_fold_rounds_the_exact_product_once(dtype: torch.dtype) -> None:
     assert torch.all((folded.double() - exact).abs() <= bound)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("scaling", [2.0, 10 / 3, 1 / 3, -0.7, 1e-3, 123.456, 1e10, 1.0000001])
+def test_fold_of_every_narrow_value_is_the_float32_product_rounded(
+    dtype: torch.dtype, scaling: float
+) -> None:
+    values = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
+    values = values[torch.isfinite(values)]
+
+    folded = fold_scaling_(values.clone(), scaling)
+
+    expected = (values.to(torch.float32) * scaling).to(dtype)
+    assert torch.equal(folded.view(torch.int16), expected.view(torch.int16))
+
+
 def test_fold_with_scaling_one_changes_no_bit() -> None:
     stored = torch.randn((4, 4)).to(torch.bfloat16)
 

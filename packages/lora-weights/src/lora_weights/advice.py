@@ -104,7 +104,8 @@ def _target_warnings(config: AdapterConfig, inventory: Inventory) -> Iterator[st
     if isinstance(targets, str):
         outside = _outside_pattern(targets, modules)
     else:
-        outside = [m for m in modules if not any(_is_target(m, name) for name in targets)]
+        endings = tuple(f".{name}" for name in targets)
+        outside = [m for m in modules if m not in targets and not m.endswith(endings)]
         stored = [entries.stored_as for entries in inventory.modules]
         unused = [name for name in targets if not any(_is_target(m, name) for m in stored)]
         if unused:

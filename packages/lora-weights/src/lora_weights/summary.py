@@ -18,18 +18,21 @@ if TYPE_CHECKING:
     from lora_weights.load import Reading
     from lora_weights.tensor_format import TensorEntry
 
-_KINDS: Mapping[PartKind, frozenset[Part]] = MappingProxyType(
+_KINDS: Mapping[Part, PartKind] = MappingProxyType(
     {
-        PartKind.PAIR: frozenset({Part.LORA_A, Part.LORA_B, Part.EMBEDDING_A, Part.EMBEDDING_B}),
-        PartKind.DORA: frozenset({Part.MAGNITUDE}),
-        PartKind.LORA_BIAS: frozenset({Part.LORA_BIAS}),
-        PartKind.BIAS: frozenset({Part.BASE_BIAS}),
-        PartKind.GAIN: frozenset({Part.IA3_GAIN}),
-        PartKind.FULL: frozenset({Part.FULL_WEIGHT}),
-        PartKind.TOKEN_ROWS: frozenset({Part.TOKEN_ROWS}),
-        PartKind.VERA: VERA_PARTS,
-        PartKind.LOHA: LOHA_PARTS,
-        PartKind.LOKR: LOKR_PARTS,
+        Part.LORA_A: PartKind.PAIR,
+        Part.LORA_B: PartKind.PAIR,
+        Part.EMBEDDING_A: PartKind.PAIR,
+        Part.EMBEDDING_B: PartKind.PAIR,
+        Part.MAGNITUDE: PartKind.DORA,
+        Part.LORA_BIAS: PartKind.LORA_BIAS,
+        Part.BASE_BIAS: PartKind.BIAS,
+        Part.IA3_GAIN: PartKind.GAIN,
+        Part.FULL_WEIGHT: PartKind.FULL,
+        Part.TOKEN_ROWS: PartKind.TOKEN_ROWS,
+        **dict.fromkeys(VERA_PARTS, PartKind.VERA),
+        **dict.fromkeys(LOHA_PARTS, PartKind.LOHA),
+        **dict.fromkeys(LOKR_PARTS, PartKind.LOKR),
     }
 )
 
@@ -88,8 +91,8 @@ def summarize(reading: Reading) -> Iterator[ModuleSummary]:
 
 
 def _kinds(entries: ModuleEntries, *, is_expert: bool) -> tuple[PartKind, ...]:
-    found = [kind for kind, parts in _KINDS.items() if parts & entries.parts.keys()]
-    return tuple(PartKind.EXPERTS if is_expert and k is PartKind.PAIR else k for k in found)
+    kinds = dict.fromkeys(_KINDS[part] for part in entries.parts if part in _KINDS)
+    return tuple(PartKind.EXPERTS if is_expert and k is PartKind.PAIR else k for k in kinds)
 
 
 def _summary(
@@ -97,7 +100,7 @@ def _summary(
 ) -> ModuleSummary:
     lora_a = entries.parts.get(Part.LORA_A) or entries.parts.get(Part.EMBEDDING_A)
     lora_b = entries.parts.get(Part.LORA_B) or entries.parts.get(Part.EMBEDDING_B)
-    scaling = reading.scalings.get(entries.module) if _LOW_RANK & set(kinds) else None
+    scaling = reading.scalings.get(entries.module) if not _LOW_RANK.isdisjoint(kinds) else None
     return ModuleSummary(
         module=entries.module,
         kinds=kinds,

@@ -126,10 +126,15 @@ def _parse_entry(key: str, item: object) -> TensorEntry | str:
 
 def _shape_fault(shape: list[object]) -> bool:
     """Return whether no tensor can have this shape."""
-    if any(type(size) is not int or size < 0 for size in shape) or len(shape) > MAX_DIMENSIONS:
+    if len(shape) > MAX_DIMENSIONS:
         return True
-    # Beside a zero any number would pass the check of the bytes.
-    return math.prod(size or 1 for size in shape if isinstance(size, int)) > _MAX_ELEMENTS
+    elements = 1
+    for size in shape:
+        if type(size) is not int or size < 0:
+            return True
+        # Beside a zero any number would pass the check of the bytes.
+        elements *= size or 1
+    return elements > _MAX_ELEMENTS
 
 
 def _short(value: object) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +16,8 @@ from lora_weights import (
 from lora_weights.testing import llama_modules, write_adapter
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from lora_weights import PackedPart
 
 SMOLLM2 = llama_modules(num_layers=30, hidden=576, inter=1536, kv=192)
