@@ -58,6 +58,13 @@ _COMMON: dict[str, FieldRule] = {
     "auto_mapping": _TRAINING,
     "revision": _TRAINING,
     "inference_mode": _TRAINING,
+    # What the rows of a classification head mean; read by whoever serves one.
+    "id2label": _TRAINING,
+    "label2id": _TRAINING,
+    "num_labels": _TRAINING,
+    "problem_type": _TRAINING,
+    "threshold": _TRAINING,
+    "thresholds": _TRAINING,
     "exclude_modules": _TRAINING,
     "layers_to_transform": _TRAINING,
     "layers_pattern": _TRAINING,

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from lora_server.engine.admission import AdapterAdmission
     from lora_server.engine.core import AdapterEngine, Core
+    from lora_server.model.labels import AdapterLabels
 
     from .loader import AdapterLoader, ReadAdapter
     from .paths import AdapterRoots
@@ -53,6 +54,7 @@ class AdapterEntry:
     size_bytes: int
     created_s: float
     """Seconds since 1970 when this version was loaded under this name."""
+    labels: AdapterLabels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +112,11 @@ class AdapterCatalog:
         if entry is None:
             raise ModelNotFoundError(name, self.names)
         return entry
+
+    def labels_of(self, digest: str) -> AdapterLabels | None:
+        """What a version brings of a classification head; None when no name stands for it."""
+        entries = self._entries.values()
+        return next((entry.labels for entry in entries if entry.digest == digest), None)
 
     @contextmanager
     def hold(self, digests: Iterable[str]) -> Iterator[None]:
@@ -271,6 +278,7 @@ class AdapterCatalog:
             rank=found.rank,
             size_bytes=found.size_bytes,
             created_s=time.time(),
+            labels=found.labels,
         )
         self._holds[found.digest] += 1
         if before is not None:

@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from lora_layers import AdapterMismatchError
-from lora_server.errors import InvalidAdapterRequestError, RequestError, UnknownAdapterError
+from lora_server.errors import (
+    InvalidAdapterRequestError,
+    RequestError,
+    StartupError,
+    UnknownAdapterError,
+)
+from lora_server.model.labels import AdapterLabels, adapter_notes
 from lora_weights import (
     AdapterNotFoundError,
     InvalidAdapterError,
@@ -31,6 +37,7 @@ if TYPE_CHECKING:
 
     from lora_layers import LoraModelManager, PreparedAdapter
     from lora_server.engine.core import AdapterEngine, Core
+    from lora_weights import Adapter
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +54,7 @@ class ReadAdapter:
     size_bytes: int
     path: str
     prepared: PreparedAdapter
+    labels: AdapterLabels
     load_s: float
     """Seconds for reading, checking and packing."""
 
@@ -100,6 +108,7 @@ class AdapterLoader:
                 str(error), param="lora_path", details=[str(error)]
             ) from error
         return ReadAdapter(
+            labels=self._labels(adapter, prepared, path),
             digest=adapter.digest,
             rank=adapter.rank,
             size_bytes=prepared.nbytes,
@@ -107,6 +116,22 @@ class AdapterLoader:
             prepared=prepared,
             load_s=time.perf_counter() - start,
         )
+
+    def _labels(
+        self, adapter: Adapter, prepared: PreparedAdapter, path: str | Path
+    ) -> AdapterLabels:
+        """Read what the adapter's files say of labels, where the model has any."""
+        if self._manager.num_labels() is None:
+            return AdapterLabels(num_labels=None, notes=None)
+        try:
+            notes = adapter_notes(adapter.config.raw, path)
+        except StartupError as error:
+            raise InvalidAdapterRequestError(
+                f"the adapter in {path} cannot be served: {error}",
+                param="lora_path",
+                details=error.problems,
+            ) from error
+        return AdapterLabels(num_labels=prepared.num_labels, notes=notes)
 
     def refetch(self, engine: AdapterEngine, digest: str, path: str) -> None:
         """Read a known adapter again, for requests that wait for it; returns at once."""

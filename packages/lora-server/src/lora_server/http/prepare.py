@@ -7,7 +7,7 @@ import json
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from fastapi import Request
 
@@ -15,7 +15,12 @@ from lora_server.http.choices import TextRules
 from lora_server.http.context import context_of
 from lora_server.http.generation import Generation, Plan, PreparedPrompt
 from lora_server.http.sampling import Limits
-from lora_server.http.schemas.openai import ChatBody, CompletionBody, GenerationBody
+from lora_server.http.schemas.openai import (
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    WeightedAdapter,
+)
 from lora_server.http.select import HEADER, Selection, select
 from lora_server.http.service import Service
 from lora_server.http.text import TextProcessor
@@ -78,7 +83,19 @@ def limits_of(service: Service) -> Limits:
     return Limits(max_model_len=service.max_model_len, vocab_size=service.vocab_size)
 
 
-def choose(request: Request, body: GenerationBody) -> Selection:
+class ChoosingBody(Protocol):
+    """The fields of a body that say who answers."""
+
+    @property
+    def model(self) -> str | None:
+        """A name of the base or of an adapter."""
+
+    @property
+    def lora(self) -> list[WeightedAdapter] | None:
+        """A weighted set."""
+
+
+def choose(request: Request, body: ChoosingBody) -> Selection:
     """Decide what answers, hold it until the reply is complete, and note it for the header.
 
     Raises:

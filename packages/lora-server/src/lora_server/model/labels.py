@@ -14,8 +14,9 @@ from typing import Any, Final
 
 from lora_server.errors import StartupError
 
-LABEL_FILES: Final = ("adapter_config.json", "config.json")
-"""Files beside an adapter in which its labels are looked for, the first one first."""
+LABEL_FILE: Final = "config.json"
+"""File beside an adapter in which its labels are looked for when `adapter_config.json` is silent;
+the name and the fields are transformers'."""
 
 DEFAULT_THRESHOLD: Final = 0.5
 """Probability from which a label of several independent ones counts as given."""
@@ -68,6 +69,16 @@ class LabelNotes:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterLabels:
+    """What an adapter brings of a classification head."""
+
+    num_labels: int | None
+    """Labels of its own head; None when it uses the base's."""
+    notes: LabelNotes | None
+    """What its files say of labels."""
+
+
 def read_notes(content: Mapping[str, Any]) -> LabelNotes:
     """Read what a configuration says of labels.
 
@@ -98,25 +109,32 @@ def read_notes(content: Mapping[str, Any]) -> LabelNotes:
     )
 
 
-def notes_beside(folder: str | Path) -> LabelNotes | None:
-    """Read what the files beside an adapter say of labels; None when they say nothing.
+def adapter_notes(config: Mapping[str, Any], folder: str | Path) -> LabelNotes | None:
+    """Read what an adapter's files say of labels; None when they say nothing.
+
+    Args:
+        config: the content of `adapter_config.json`, which is asked first.
+        folder: where the adapter lies; a remote one has no further file.
 
     Raises:
-        StartupError: a file cannot be read, or as `read_notes`; the file is named.
+        StartupError: as `read_notes`, or the file cannot be read; the file is named.
     """
-    for name in LABEL_FILES:
-        path = Path(folder) / name
-        if not path.is_file() or path.stat().st_size > _MAX_FILE_BYTES:
-            continue
+    notes = _named(config, "adapter_config.json")
+    path = Path(folder) / LABEL_FILE
+    if notes.is_empty and path.is_file() and path.stat().st_size <= _MAX_FILE_BYTES:
         try:
             content = json.loads(path.read_bytes())
-            notes = read_notes(content) if isinstance(content, dict) else None
         except (OSError, ValueError, RecursionError) as error:
-            problems = error.problems if isinstance(error, StartupError) else (str(error),)
-            raise StartupError([f"{name}: {problem}" for problem in problems]) from error
-        if notes is not None and not notes.is_empty:
-            return notes
-    return None
+            raise StartupError([f"{LABEL_FILE} cannot be read: {error}"]) from error
+        notes = _named(content if isinstance(content, dict) else {}, LABEL_FILE)
+    return None if notes.is_empty else notes
+
+
+def _named(content: Mapping[str, Any], name: str) -> LabelNotes:
+    try:
+        return read_notes(content)
+    except StartupError as error:
+        raise StartupError([f"{name}: {problem}" for problem in error.problems]) from error
 
 
 def build_labels(num_labels: int, *notes: LabelNotes | None) -> LabelSet:
