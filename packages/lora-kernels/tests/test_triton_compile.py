@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from lora_kernels import Backend, apply_lora_, embedding_lora_, expand_, shrink
+from lora_kernels import Backend, apply_lora_, embedding_lora_, expand_, moe_lora_, shrink
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,7 +67,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     from triton.compiler import ASTSource
     from triton.runtime.jit import JITFunction
 
-    from lora_kernels._triton import embedding, linear
+    from lora_kernels._triton import embedding, linear, moe
 
     launched: list[tuple[str, Any]] = []
 
@@ -85,6 +85,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     monkeypatch.setattr(JITFunction, "run", compile_launch)
     monkeypatch.setattr(linear, "check_device", accept_any_device)
     monkeypatch.setattr(embedding, "check_device", accept_any_device)
+    monkeypatch.setattr(moe, "check_device", accept_any_device)
     return launched
 
 
@@ -197,3 +198,55 @@ def test_gains_biases_and_embeddings_compile(
 
     kind = "bgmv" if num_tokens == 2 else "sgmv"
     assert_compiled(compiled, ["gather_kernel", f"{kind}_expand_kernel"], tmp_path)
+
+
+@pytest.mark.parametrize("dtypes", [DTYPES[0], DTYPES[2], DTYPES[3]])
+@pytest.mark.parametrize(("num_tokens", "kind"), [(4, "bgmv"), (40, "sgmv"), (300, "sgmv")])
+def test_experts_compile_for_every_dtype_and_way(  # noqa: PLR0917 - one parameter an axis
+    make_expert_step: Callable[..., Any],
+    compiled: list[tuple[str, Any]],
+    tmp_path: Path,
+    dtypes: tuple[torch.dtype, ...],
+    num_tokens: int,
+    kind: str,
+) -> None:
+    weight_dtype, x_dtype, y_dtype = dtypes
+    step = make_expert_step(
+        entries=[(t, 0 if kind == "sgmv" else t % 4, 1.0) for t in range(num_tokens)],
+        num_tokens=num_tokens,
+        ranks=[(8, 16)] * 4,
+        in_features=512,
+        width=64,
+        dtype=weight_dtype,
+        x_dtype=x_dtype,
+        y_dtype=y_dtype,
+        has_row_x=num_tokens == 40,
+        has_router_weights=num_tokens != 300,
+    )
+
+    moe_lora_(
+        step.y,
+        step.x,
+        step.weights,
+        step.expert_routing,
+        router_weights=step.router_weights,
+        backend=Backend.TRITON,
+    )
+
+    assert_compiled(compiled, [f"moe_{kind}_shrink_kernel", f"moe_{kind}_expand_kernel"], tmp_path)
+
+
+def test_experts_in_weighted_sets_expand_row_by_row(
+    make_expert_step: Callable[..., Any], compiled: list[tuple[str, Any]], tmp_path: Path
+) -> None:
+    step = make_expert_step(
+        entries=[(t, slot, 0.5) for t in range(64) for slot in (0, 1)],
+        num_tokens=64,
+        ranks=[(8,), (8,)],
+        in_features=512,
+        width=64,
+    )
+
+    moe_lora_(step.y, step.x, step.weights, step.expert_routing, backend=Backend.TRITON)
+
+    assert_compiled(compiled, ["moe_sgmv_shrink_kernel", "moe_bgmv_expand_kernel"], tmp_path)

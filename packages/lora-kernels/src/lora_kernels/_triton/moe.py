@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lora_kernels._triton.launch import check_device, has_tf32, shrink_precision
+from lora_kernels._triton.launch import (
+    check_device,
+    has_tf32,
+    launch_options,
+    shrink_precision,
+)
 from lora_kernels._triton.moe_kernels import (
     moe_bgmv_expand_kernel,
     moe_bgmv_shrink_kernel,
@@ -76,8 +81,7 @@ def _shrink(
         "HAS_ROW_X": x_TI.shape[0] == expert_routing.num_rows,
         "BLOCK_R": tile.block_r,
         "BLOCK_I": tile.block_i,
-        "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
+        **launch_options(tile),
     }
     if tiles is None:
         tables = expert_routing.routing.tables
@@ -149,8 +153,7 @@ def _expand_(
         "HAS_ROUTER": router_weights_TK is not None,
         "BLOCK_R": tile.block_r,
         "BLOCK_O": tile.block_o,
-        "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
+        **launch_options(tile),
     }
     if tile_size == ROW_TILE:
         tables = expert_routing.routing.tables
