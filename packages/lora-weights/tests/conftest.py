@@ -183,8 +183,9 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def server() -> Iterator[FileServer]:
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FileServer]:
     """Start a server on a port of its own; stop it afterwards."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1,localhost")
     with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as web:
         state = FileServer(url=f"http://127.0.0.1:{web.server_address[1]}")
         web.RequestHandlerClass = type("BoundHandler", (Handler,), {"state": state})

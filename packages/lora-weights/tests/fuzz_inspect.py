@@ -40,6 +40,9 @@ PREFIX = "base_model.model."
 EXTRA_MEMORY = 2**30
 """Bytes a case may take beyond what the process has; a header's claim must not come near."""
 
+MAX_CHANGED = 2**20
+"""Bytes of files that a second change can be made to."""
+
 MODULES = {"model.layers.0.self_attn.q_proj": (8, 8), "model.layers.0.mlp.up_proj": (8, 16)}
 Q, UP = MODULES
 
@@ -248,8 +251,9 @@ def mutate_file(path: Path, rng: random.Random) -> None:
 def mutate(folder: Path, rng: random.Random) -> str:
     """Break one adapter folder; return how."""
     files = sorted(path for path in folder.iterdir() if path.is_file())
+    files = [path for path in files if path.stat().st_size < MAX_CHANGED]
     if not files:
-        return "nothing left"
+        return "nothing left to change"
     path = rng.choice(files)
     kinds: list[Callable[[Path, random.Random], None]] = [mutate_bytes]
     if path.suffix == ".json":

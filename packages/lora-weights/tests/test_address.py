@@ -74,6 +74,8 @@ def test_hub_addresses_name_revision_and_folder(
         "hf://org/name/../../other",
         "hf://-org/name",
         "memory://a",
+        "https://host/adapter_model.safetensors",
+        "s3://bucket/a/adapter_config.json",
         "simplecache::s3://bucket/a",
     ],
 )

@@ -115,6 +115,14 @@ def test_what_is_in_the_cache_is_not_sent_again(server: FileServer, url: str, ca
     assert finished_in(cache) == ["adapter_config.json", WEIGHTS]
 
 
+def test_a_damaged_file_in_the_cache_is_fetched_again(url: str, cache: Path, folder: Path) -> None:
+    load(url, cache)
+    [path] = [path for path in files_in(cache) if path.name == WEIGHTS]
+    path.write_bytes(path.read_bytes()[:-100])
+
+    assert load(url, cache).digest == load_adapter(folder).digest
+
+
 def test_a_new_version_replaces_the_one_in_the_cache(
     server: FileServer, url: str, cache: Path, tmp_path: Path
 ) -> None:

@@ -11,6 +11,8 @@ BLOCKED = (
     "peft",
     "numpy",
     "safetensors",
+    "fsspec",
+    "huggingface_hub",
     "lora_kernels",
     "lora_cache",
     "lora_layers",

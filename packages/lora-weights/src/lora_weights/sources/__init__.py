@@ -1,3 +1,3 @@
-"""A source -> local files. Knows nothing of what is in them."""
+"""A source -> local files. Knows the names of an adapter's files, and nothing of its tensors."""
 
 from __future__ import annotations

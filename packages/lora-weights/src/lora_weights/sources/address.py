@@ -24,6 +24,9 @@ _HUB_ID = re.compile(rf"({_HUB_NAME}/{_HUB_NAME})(?:@([A-Za-z0-9][A-Za-z0-9._/-]
 _HUB_PATH = re.compile(rf"({_HUB_NAME}/{_HUB_NAME})(?:@(refs/[^/@]+/[^/@]+|[^/@]+))?(?:/(.*))?")
 
 
+_FILE_ENDINGS = (".json", ".safetensors", ".bin", ".pt")
+
+
 class SourceKind(StrEnum):
     """Where an adapter can lie."""
 
@@ -139,6 +142,7 @@ def _parse_objects(text: str) -> Address:
         reason = "credentials are given in storage_options, not in the address"
         raise SourceError(source=shown, reason=reason)
     location = f"{scheme.lower()}://{bucket}/{prefix.strip('/')}"
+    _check_folder(location, shown)
     return Address(kind=SourceKind.OBJECTS, shown=location, location=location)
 
 
@@ -146,6 +150,7 @@ def _parse_http(text: str) -> Address:
     parts = _split(text)
     if not parts.hostname:
         raise SourceError(source=shown_source(text), reason="the address names no host")
+    _check_folder(parts.path, shown_source(text))
     user = None
     if parts.username is not None:
         user = (unquote(parts.username), unquote(parts.password or ""))
@@ -172,6 +177,17 @@ def _parse_hub(text: str) -> Address:
         revision=unquote(found[2]) if found[2] else None,
         subfolder=subfolder,
     )
+
+
+def _check_folder(path: str, shown: str) -> None:
+    """Refuse an address of one file.
+
+    Raises:
+        SourceError: says that the folder is needed.
+    """
+    if path.endswith(_FILE_ENDINGS):
+        reason = "it names a file; the folder that holds adapter_config.json is needed"
+        raise SourceError(source=shown, reason=reason)
 
 
 def _split(text: str) -> SplitResult:

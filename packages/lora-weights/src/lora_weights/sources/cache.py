@@ -2,7 +2,7 @@
 
     <cache>/locks/<start of key>
     <cache>/<key>/<name>/<version>/<name>    finished; appears by a rename, never half
-    <cache>/<key>/<name>/finished.json       of which version it is
+    <cache>/<key>/<name>/finished.json       of which version it is, and how long
     <cache>/<key>/<name>/partial             what an interrupted download left, to be continued
     <cache>/<key>/<name>/partial.json        of which version it is
 
@@ -75,15 +75,17 @@ class SourceCache:
                 self._prune()
 
     def finished(self, name: str, version: str | None) -> Path | None:
-        """Return the finished file of a version, if it is there."""
+        """Return the finished file of a version, if it is there and has its length still."""
         if version is None:
             return None
         path = self.folder / name / _hash(version) / name
-        return path if path.is_file() else None
+        note = _read_note(self.folder / name / _FINISHED)
+        is_there = path.is_file() and note == (version, path.stat().st_size)
+        return path if is_there else None
 
     def known(self, name: str) -> str | None:
         """Return the version of the finished file, if there is one."""
-        version = _read_version(self.folder / name / _FINISHED)
+        version, _ = _read_note(self.folder / name / _FINISHED)
         return None if self.finished(name, version) is None else version
 
     def partial(self, name: str) -> PartialFile:
@@ -104,7 +106,8 @@ class SourceCache:
         note.unlink(missing_ok=True)
         partial.path.replace(folder / name)
         if version is not None:
-            note.write_text(json.dumps({"version": version}))
+            size = (folder / name).stat().st_size
+            note.write_text(json.dumps({"version": version, "bytes": size}))
         partial.drop()
         for other in (self.folder / name).iterdir():
             if other.is_dir() and other != folder:
@@ -147,7 +150,7 @@ class PartialFile:
 
     def state(self) -> tuple[int, str | None]:
         """Return how many bytes there are, and of which version; (0, None) without any."""
-        version = _read_version(self._note)
+        version, _ = _read_note(self._note)
         if version is None or not self.path.is_file():
             return 0, None
         return self.path.stat().st_size, version
@@ -181,13 +184,14 @@ class PartialFile:
         self._note.unlink(missing_ok=True)
 
 
-def _read_version(note: Path) -> str | None:
-    """Return the version in a note; None when there is none, or half of one."""
+def _read_note(note: Path) -> tuple[str | None, int | None]:
+    """Return version and length in a note; None where there is none, or half of one."""
     try:
-        version = json.loads(note.read_bytes())["version"]
-    except (OSError, ValueError, TypeError, LookupError):
-        return None
-    return version if isinstance(version, str) else None
+        content = json.loads(note.read_bytes())
+        version, size = content["version"], content.get("bytes")
+    except (OSError, ValueError, TypeError, LookupError, AttributeError):
+        return None, None
+    return (version, size) if isinstance(version, str) else (None, None)
 
 
 def _hash(text: str) -> str:
