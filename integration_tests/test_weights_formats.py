@@ -49,7 +49,8 @@ class Pooler(nn.Module):
         self.out_proj = nn.Linear(WIDTH, LABELS)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.out_proj(torch.tanh(self.dense(hidden)))
+        logits: Tensor = self.out_proj(torch.tanh(self.dense(hidden)))
+        return logits
 
 
 class Decoder(nn.Module):
@@ -61,7 +62,7 @@ class Decoder(nn.Module):
         self.embed_tokens = nn.Embedding(VOCAB, WIDTH)
         self.q_proj = nn.Linear(WIDTH, WIDTH)
         self.up_proj = nn.Linear(WIDTH, INNER, bias=False)
-        self.c_fc = Conv1D(WIDTH, INNER)
+        self.c_fc: nn.Module = Conv1D(WIDTH, INNER)  # type: ignore[no-untyped-call]
         self.lm_head = nn.Linear(WIDTH, VOCAB, bias=False)
         self.classifier = Pooler()
         if is_tied:
@@ -112,7 +113,7 @@ def train(config: peft.PeftConfig, folder: Path, *, is_tied: bool = False) -> pe
             # Biases are trained where the configuration says so.
             parameter.requires_grad_(parameter.requires_grad or _is_trained(name, config))
         randomise(model, base)
-        model.save_pretrained(folder)
+        model.save_pretrained(str(folder))
     return model.eval()
 
 
@@ -126,7 +127,8 @@ def peft_outputs(folder: Path, ids: Tensor, *, is_tied: bool = False) -> tuple[T
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         model = peft.PeftModel.from_pretrained(tiny_model(is_tied=is_tied), folder)
-        return model.eval()(ids)
+        outputs: tuple[Tensor, Tensor] = model.eval()(ids)
+    return outputs
 
 
 def shapes_of(base: Decoder) -> dict[str, ModuleShape]:
@@ -325,7 +327,7 @@ def test_the_digest_is_that_of_what_peft_saves_again(name: str, tmp_path: Path) 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = peft.PeftModel.from_pretrained(tiny_model(), tmp_path / "first")
-        model.save_pretrained(tmp_path / "again")
+        model.save_pretrained(str(tmp_path / "again"))
 
     assert load_adapter(tmp_path / "again").digest == load_adapter(tmp_path / "first").digest
 

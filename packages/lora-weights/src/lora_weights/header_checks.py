@@ -223,7 +223,7 @@ def _check_full(entries: ModuleEntries) -> Iterator[Problem]:
     if not weight.shape or not all(weight.shape):
         yield _mismatch(entries.module, Part.FULL_WEIGHT, str(list(weight.shape)), "values")
     # A Conv1D keeps its outputs in the second dimension.
-    elif bias is not None and bias.shape not in ((size,) for size in weight.shape[:2]):
+    elif bias is not None and bias.shape not in [(size,) for size in weight.shape[:2]]:
         expected = f"[{weight.shape[0]}], one for each row of the weight"
         yield _mismatch(entries.module, Part.FULL_BIAS, str(list(bias.shape)), expected)
 

@@ -125,9 +125,10 @@ def parse_key(key: str) -> ParsedKey:
     """
     segments = strip_prefix(key).split(".")
     for position in range(len(segments) - 1, -1, -1):
-        endings = _MARKERS.get(segments[position])
-        if endings is not None:
-            return _parse_marked(segments, position, endings)
+        if segments[position] in _MARKERS:
+            # An adapter may have been called like a marker.
+            is_name = position > 0 and segments[position - 1] in _MARKERS
+            return _parse_marked(segments, position - is_name)
     return _parse_plain(segments)
 
 
@@ -143,8 +144,9 @@ def strip_prefix(key: str) -> str:
     return key.removeprefix(PEFT_PREFIX)
 
 
-def _parse_marked(segments: list[str], position: int, endings: Mapping[str, Part]) -> ParsedKey:
+def _parse_marked(segments: list[str], position: int) -> ParsedKey:
     """Parse what follows a marker: an ending, or the adapter's name and an ending."""
+    endings = _MARKERS[segments[position]]
     path, rest = segments[:position], segments[position + 1 :]
     for ending, part in endings.items():
         tail = [ending] if ending else []
