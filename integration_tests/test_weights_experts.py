@@ -96,6 +96,23 @@ def deepseek(inner: int = 24) -> transformers.PreTrainedModel:
     )
 
 
+def nemotron_h(inner: int = 24) -> transformers.PreTrainedModel:
+    """Return a model whose experts have no gate."""
+    return tiny(
+        transformers.NemotronHConfig,
+        layers_block_type=["attention", "moe"],
+        moe_intermediate_size=inner,
+        moe_shared_expert_intermediate_size=inner,
+        n_routed_experts=4,
+        n_group=1,
+        topk_group=1,
+        mamba_num_heads=4,
+        mamba_head_dim=8,
+        ssm_state_size=8,
+        n_groups=2,
+    )
+
+
 MODELS: dict[str, Callable[..., transformers.PreTrainedModel]] = {
     "mixtral": mixtral,
     "qwen3_moe": qwen3_moe,
@@ -241,6 +258,26 @@ def test_c28_what_older_releases_wrote_equals_their_merged_model(
     wrapped = wrap(MODELS[name](), version=version, target_parameters=targets)
 
     check_merged(MODELS[name], wrapped, save(wrapped, tmp_path, version=version))
+
+
+@pytest.mark.parametrize("version", ["0.18.1", "0.19.0", "0.21.2"])
+@pytest.mark.parametrize("targets", [("up_proj", "down_proj"), ("up_proj",), ("down_proj",)])
+def test_experts_without_a_gate_equal_the_merged_model_of_the_declared_release(
+    tmp_path: Path, targets: Sequence[str], version: str
+) -> None:
+    written_by = None if version == "0.21.2" else version
+    parameters = [f"mixer.experts.{target}" for target in targets]
+    wrapped = wrap(nemotron_h(), version=written_by, target_parameters=parameters)
+    folder = save(wrapped, tmp_path, version=version)
+
+    check_merged(nemotron_h, wrapped, folder)
+    # Up and down mirror each other, so without a release only a single declared name can tell.
+    unknown = load_adapter(declare(folder, None))
+    if len(targets) > 1:
+        with pytest.raises(InvalidAdapterError, match="fits in 2 ways"):
+            bind_adapter(unknown, shapes_of(nemotron_h()), max_rank=64)
+    else:
+        bind_adapter(unknown, shapes_of(nemotron_h()), max_rank=64)
 
 
 @pytest.mark.parametrize("version", ["0.18.1", "0.19.1"])
