@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from lora_cache import (
+    AdapterCache,
     EvictionPolicy,
     HostTierFullError,
     InUseError,
@@ -448,3 +449,40 @@ def test_touching_brings_nothing_into_a_slot_and_passes_over_draining_keys() -> 
         rig.cache.touch(["b", "a"])
         assert rig.cache.slots() == ("a", None)
         assert rig.cache.keys() == ("b",)
+
+
+class Watcher:
+    """A placer and a hook that look at the cache whenever they are called."""
+
+    def __init__(self) -> None:
+        self.cache: AdapterCache[str, str] = AdapterCache(
+            placer=self, num_slots=1, max_host=2, max_host_bytes=10, on_evict=self.note
+        )
+        self.host_bytes: list[int] = []
+        self.used_when_placing: list[int] = []
+
+    def look(self) -> None:
+        self.host_bytes.append(self.cache.stats().host_bytes)
+
+    def note(self, key: str, tier: Tier) -> None:  # noqa: ARG002 - the signature is given
+        self.look()
+
+    def place(self, key: str, value: str, slot: int) -> None:  # noqa: ARG002 - as above
+        self.look()
+        self.used_when_placing.append(self.cache.stats().slots_used)
+
+    def clear(self, slot: int) -> None:  # noqa: ARG002 - as above
+        self.look()
+
+
+def test_c37_room_is_made_before_it_is_used() -> None:
+    """At no moment that hook and placer can see do the tiers hold more than they may."""
+    watcher = Watcher()
+
+    for key in "abcab":
+        watcher.cache.register(key, key, size_bytes=5)
+        watcher.cache.activate(key)
+
+    assert len(watcher.host_bytes) > 8
+    assert max(watcher.host_bytes) <= 10
+    assert watcher.used_when_placing == [0] * 5

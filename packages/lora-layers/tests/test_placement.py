@@ -111,7 +111,7 @@ def test_no_time_writes_nothing(setup: Setup) -> None:
     lease.release()
 
 
-def test_a_removed_adapters_slot_is_cleared_piece_by_piece(setup: Setup) -> None:
+def test_c37_a_removed_adapters_slot_is_cleared_piece_by_piece(setup: Setup) -> None:
     with setup.manager.acquire(["a"]):
         setup.manager.remove("a")
         setup.check("a")
