@@ -12,7 +12,10 @@ import torch
 from lora_server.adapters.catalog import AdapterCatalog
 from lora_server.adapters.loader import AdapterLoader
 from lora_server.adapters.paths import AdapterRoots
+from lora_server.cli.build_pooling import build_pooling_service
+from lora_server.cli.running import Fetcher, RunningService
 from lora_server.cli.wrap import lora_dtype, wrap_model
+from lora_server.config import Task
 from lora_server.engine.admission import AdapterAdmission
 from lora_server.engine.driver import Engine
 from lora_server.engine.kv import BlockPool
@@ -20,19 +23,17 @@ from lora_server.engine.request import GenerationRequest, SamplingParams
 from lora_server.engine.scheduler import SchedulerLimits
 from lora_server.engine.step import EngineCore
 from lora_server.errors import StartupError
-from lora_server.http.app import create_app
 from lora_server.http.auth import ApiKeys
-from lora_server.http.service import Phase, Readiness, Service
+from lora_server.http.service import Readiness, Service
 from lora_server.http.text import TextProcessor
 from lora_server.lora_modules import LoraModule, scan_folder
 from lora_server.memory import free_host_bytes, plan_kv
 from lora_server.metrics import ServerMetrics
 from lora_server.model.kv_cache import KvCache
 from lora_server.model.load import LoadedModel, load_model
+from lora_server.model.pooling_load import choose_task
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
-
     from lora_layers import LoraModelManager
     from lora_server.config import ServerConfig
 
@@ -44,34 +45,6 @@ _HOST_SHARE = 0.25
 _MAX_DEFAULT_KV_BYTES = 4 * 1024**3
 
 
-class RunningService:
-    """Everything that runs behind one address."""
-
-    def __init__(
-        self, *, service: Service, engine: Engine[EngineCore], loader: AdapterLoader | None
-    ) -> None:
-        self.app: FastAPI = create_app(service)
-        self._service = service
-        self._engine = engine
-        self._loader = loader
-
-    def warm_up(self) -> None:
-        """Run the model once on the engine's thread, then take requests."""
-        self._engine.call(_warm_up).result()
-        self._service.readiness.phase = Phase.READY
-
-    def begin_shutdown(self) -> None:
-        """Take no more requests and end the running ones, so that their streams end."""
-        self._service.readiness.phase = Phase.DRAINING
-        self._engine.begin_shutdown()
-
-    def close(self) -> None:
-        """End the engine's thread."""
-        self._engine.stop()
-        if self._loader is not None:
-            self._loader.close()
-
-
 def build_service(config: ServerConfig) -> RunningService:
     """Load the model and every adapter named at start, and start the engine.
 
@@ -80,6 +53,9 @@ def build_service(config: ServerConfig) -> RunningService:
     """
     num_threads = config.num_threads or torch.get_num_threads()
     torch.set_num_threads(1)  # all workers belong to the engine's thread, see there
+    task = choose_task(config.model) if config.task is Task.AUTO else config.task
+    if task is not Task.GENERATE:
+        return build_pooling_service(config, task, num_threads=num_threads)
     started = time.perf_counter()
     model = load_model(config.model, dtype=config.dtype, device=config.device)
     manager = wrap_model(model, config) if config.enable_lora else None
@@ -117,29 +93,17 @@ def build_service(config: ServerConfig) -> RunningService:
         readiness=Readiness(),
         keys=ApiKeys(user=config.api_key, admin=config.admin_api_key),
     )
-    return RunningService(service=service, engine=engine, loader=loader)
-
-
-class _Fetcher:
-    """Starts background reads for the engine; connected once both ends exist."""
-
-    def __init__(self) -> None:
-        self._ends: tuple[Engine[EngineCore], AdapterLoader] | None = None
-
-    def connect(self, engine: Engine[EngineCore], loader: AdapterLoader) -> None:
-        """Name who asks and who reads."""
-        self._ends = (engine, loader)
-
-    def __call__(self, digest: str, path: str) -> None:
-        """Start one read."""
-        assert self._ends is not None, "an adapter was fetched before the service was built"
-        engine, loader = self._ends
-        loader.refetch(engine, digest, path)
+    return RunningService(
+        service=service,
+        engine=engine,
+        loader=loader,
+        warm_up=lambda: engine.call(_warm_up).result(),
+    )
 
 
 def _build_core(
     config: ServerConfig, model: LoadedModel, manager: LoraModelManager | None
-) -> tuple[EngineCore, _Fetcher]:
+) -> tuple[EngineCore, Fetcher]:
     """Size and allocate the KV cache, and make the engine's state."""
     budget = plan_kv(
         token_bytes=model.kv_token_bytes,
@@ -165,7 +129,7 @@ def _build_core(
         cache.size_bytes,
         0 if manager is None else manager.buffer_bytes,
     )
-    fetcher = _Fetcher()
+    fetcher = Fetcher()
     admission = None
     if manager is not None:
         admission = AdapterAdmission(

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from fastapi import FastAPI
 
-from lora_server.http import adapters, chat, completions, health, models
+from lora_server.http import (
+    adapters,
+    chat,
+    classify,
+    completions,
+    embeddings,
+    health,
+    models,
+    pooling,
+    score,
+    unavailable,
+)
 from lora_server.http.context import ContextMiddleware
 from lora_server.http.errors import install_handlers
 from lora_server.http.service import Service
@@ -23,9 +34,16 @@ def create_app(service: Service) -> FastAPI:
         redirect_slashes=False,
     )
     app.state.service = service
+    generating = (chat.router, completions.router, unavailable.pooling_router)
+    pooled = (
+        embeddings.router,
+        classify.router,
+        score.router,
+        pooling.router,
+        unavailable.generating_router,
+    )
     for router in (
-        chat.router,
-        completions.router,
+        *(generating if service.pooling is None else pooled),
         models.router,
         adapters.admin_router,
         adapters.user_router,

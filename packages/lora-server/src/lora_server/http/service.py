@@ -16,6 +16,7 @@ from lora_server.engine.messages import EngineOutput
 from lora_server.engine.request import GenerationRequest
 from lora_server.errors import NotReadyError
 from lora_server.http.auth import ApiKeys
+from lora_server.http.pooling_service import PoolingService
 from lora_server.http.text import TextProcessor
 from lora_server.metrics import EngineSnapshot, ServerMetrics
 
@@ -180,6 +181,8 @@ class Service:
     version: str
     """Version of this package."""
     metrics: ServerMetrics
+    pooling: PoolingService | None = None
+    """What answers where the model does not generate; then `engine` only reports."""
     readiness: Readiness = field(default_factory=Readiness)
     keys: ApiKeys = field(default_factory=ApiKeys)
     created_s: float = field(default_factory=time.time)

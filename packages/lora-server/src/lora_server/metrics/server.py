@@ -127,6 +127,7 @@ class RequestTimer:
         self._admitted_s: float | None = None
         self._first_s: float | None = None
         self._last_s = 0.0
+        self._is_answered = False
 
     def __enter__(self) -> Self:
         self._start_s = self._clock()
@@ -146,6 +147,10 @@ class RequestTimer:
         if self._first_s is None:
             self._first_s = self._last_s
 
+    def answered(self) -> None:
+        """Note that the answer is there and that no tokens are generated for it."""
+        self._is_answered = True
+
     def __exit__(
         self,
         kind: type[BaseException] | None,
@@ -156,12 +161,14 @@ class RequestTimer:
         self._metrics.requests.labels(label, _outcome(kind)).inc()
         self._metrics.prompt_tokens.labels(label).inc(self._num_prompt_tokens)
         self._metrics.generated_tokens.labels(label).inc(self._num_tokens)
-        if self._first_s is None:
+        if self._first_s is None and not self._is_answered:
             return
         if self._admitted_s is not None:
             self._metrics.queue.labels(label).observe(max(self._admitted_s - self._start_s, 0.0))
-        self._metrics.ttft.labels(label).observe(self._first_s - self._start_s)
         self._metrics.duration.labels(label).observe(self._clock() - self._start_s)
+        if self._first_s is None:
+            return
+        self._metrics.ttft.labels(label).observe(self._first_s - self._start_s)
         num_gaps = self._num_tokens / self._num_sequences - 1
         if num_gaps > 0:
             self._metrics.tpot.labels(label).observe((self._last_s - self._first_s) / num_gaps)

@@ -17,6 +17,9 @@ PACKED_MODULES = MappingProxyType(
     {
         "qkv_proj": ("q_proj", "k_proj", "v_proj"),
         "gate_up_proj": ("gate_proj", "up_proj"),
+        # BERT and its relatives, and DistilBERT.
+        "qkv": ("query", "key", "value"),
+        "qkv_lin": ("q_lin", "k_lin", "v_lin"),
     }
 )
 """Packed name -> members, in output order."""

@@ -137,6 +137,7 @@ def _load(
     if pad_token_id is None:
         config.pad_token_id = -1  # no token; without one decoders' heads refuse batches
     body = body_of(module)
+    positions = int(config.max_position_embeddings) - _position_offset(body)
     pooler = LoadedPooler(
         module=module,
         tokenizer=tokenizer,
@@ -148,7 +149,8 @@ def _load(
         device=device,
         vocab_size=int(config.vocab_size),
         hidden_size=int(config.hidden_size),
-        max_length=_max_length(body, config, _folder_of(source)),
+        num_positions=positions,
+        max_length=min(positions, read_max_length(_folder_of(source)) or positions),
         position_offset=_position_offset(body),
         has_types=_has_types(body, config),
         pad_token_id=pad_token_id,
@@ -192,11 +194,6 @@ def _position_offset(body: Any) -> int:
 def _has_types(body: Any, config: PreTrainedConfig) -> bool:
     accepts = "token_type_ids" in inspect.signature(body.forward).parameters
     return accepts and bool(getattr(config, "type_vocab_size", 0))
-
-
-def _max_length(body: Any, config: PreTrainedConfig, folder: Path) -> int:
-    positions = int(config.max_position_embeddings) - _position_offset(body)
-    return min(positions, read_max_length(folder) or positions)
 
 
 def _describe_head(module: Any, task: Task, *, is_causal: bool, is_trained: bool) -> HeadInfo:

@@ -101,8 +101,10 @@ class LoadedPooler:
     vocab_size: int
     hidden_size: int
     """`H`, also the length of an embedding."""
+    num_positions: int
+    """Tokens the model has positions for."""
     max_length: int
-    """Longest sequence in tokens."""
+    """Longest sequence it was trained with, where its files say so; else `num_positions`."""
     position_offset: int
     """Position of a sequence's first token (RoBERTa counts from its padding id on)."""
     has_types: bool
