@@ -464,14 +464,14 @@ class Watcher:
     def look(self) -> None:
         self.host_bytes.append(self.cache.stats().host_bytes)
 
-    def note(self, key: str, tier: Tier) -> None:  # noqa: ARG002 - the signature is given
+    def note(self, key: str, tier: Tier) -> None:
         self.look()
 
-    def place(self, key: str, value: str, slot: int) -> None:  # noqa: ARG002 - as above
+    def place(self, key: str, value: str, slot: int) -> None:
         self.look()
         self.used_when_placing.append(self.cache.stats().slots_used)
 
-    def clear(self, slot: int) -> None:  # noqa: ARG002 - as above
+    def clear(self, slot: int) -> None:
         self.look()
 
 
