@@ -407,3 +407,39 @@ def test_types_narrower_than_stored_are_cast_once(tmp_path: Path) -> None:
     assert part is not None
     assert part.w1 is not None
     assert torch.equal(part.w1.lora_b, (fused * (1 / 3)).bfloat16()[:, :F])
+
+
+GATE = "model.layers.0.mlp.gate"
+
+
+def test_a_matrix_called_weight_outside_experts_is_an_ordinary_pair(tmp_path: Path) -> None:
+    tensors = {**parameters(), **tensors_of({GATE: (random(R, H), random(X, R))})}
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"]
+    shapes = {**SHAPES, GATE: ModuleShape(in_features=H, out_features=X)}
+
+    adapter = load_adapter(write(tmp_path, tensors, target_parameters=names))
+
+    assert set(bind_adapter(adapter, shapes, max_rank=8)) == {E, GATE, Q}
+
+
+@pytest.mark.parametrize(
+    ("name", "pair", "found"),
+    [
+        ("mlp.gate.scores", (random(R, H), random(X, R)), "on the parameter scores"),
+        (
+            "mlp.gate.weight",
+            (random(3 * R, H), random(X, 3 * R)),
+            "over 3 matrices in one parameter (rank 2, 6 rows)",
+        ),
+    ],
+)
+def test_other_parameters_outside_experts_are_refused_by_name(
+    tmp_path: Path, name: str, pair: tuple[torch.Tensor, torch.Tensor], found: str
+) -> None:
+    folder = write(tmp_path, tensors_of({GATE: pair}), target_parameters=[name])
+
+    problems = inspect_adapter(folder).problems
+
+    wanted = f"{GATE} lora_A is {found}, expected a matrix called weight, or a parameter of a"
+    assert any(str(problem).startswith(wanted) for problem in problems)
+    assert any(problem.code is ProblemCode.UNSUPPORTED_TENSOR for problem in problems)

@@ -23,6 +23,7 @@ from lora_weights.placement import (
     VERA_PARTS,
     is_listed,
 )
+from lora_weights.target_parameters import check_parameter
 from lora_weights.token_rows import check_rows
 
 if TYPE_CHECKING:
@@ -51,7 +52,10 @@ def check_header(
         token_ids: path of a module, as the file spells it -> tokens of its rows.
     """
     for pair in inventory.pairs:
-        yield from check_pair(pair, scalings[pair.module].rank)
+        rank = scalings[pair.module].rank
+        yield from check_pair(pair, rank)
+        if config.target_parameters:
+            yield from check_parameter(pair, rank, config)
     for path, pairs in inventory.experts.items():
         for pair in pairs.values():
             yield from _check_stacked(path, pair)
