@@ -53,7 +53,8 @@ def build_service(config: ServerConfig) -> RunningService:
     """
     num_threads = config.num_threads or torch.get_num_threads()
     torch.set_num_threads(1)  # all workers belong to the engine's thread, see there
-    task = choose_task(config.model) if config.task is Task.AUTO else config.task
+    task = Task(config.task)
+    task = choose_task(config.model) if task is Task.AUTO else task
     if task is not Task.GENERATE:
         return build_pooling_service(config, task, num_threads=num_threads)
     started = time.perf_counter()
