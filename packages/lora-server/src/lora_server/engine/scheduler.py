@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 from .fairness import TokenShares
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from lora_cache import Lease
 
@@ -195,8 +195,10 @@ class Scheduler:
         self._draining.clear()
         self._note_runnable()
         self._shares.settle(s.adapter_digests for s in (*self.running, *self.waiting))
-        overdue = self._make_room_for_overdue()
-        self._spare_slots_for_blocked()
+        blocked = self._blocked()
+        overdue = self._make_room_for_overdue(blocked)
+        # Room that was made for one may be room for others too.
+        self._spare_slots_for(blocked if overdue is None else self._blocked())
         self._serve_claims()
         first = [s for s in self.waiting if s is overdue or _is_promised(s)]
         preemptions_before = self.num_preemptions
@@ -218,7 +220,7 @@ class Scheduler:
             if user.runnable_since_s is None and self._adapters.is_runnable(user):
                 user.runnable_since_s = now
 
-    def _make_room_for_overdue(self) -> SlotUser | None:
+    def _make_room_for_overdue(self, blocked: Sequence[SlotUser]) -> SlotUser | None:
         """Drain a slot for whoever has been passed over longest, if that is over the limit.
 
         The victim admits nothing new from then on, and is preempted once each of its running
@@ -228,8 +230,9 @@ class Scheduler:
         Returns:
             The overdue one when there is room for it now; it must be admitted first.
         """
-        overdue = self._overdue()
-        if overdue is None or self._adapters is None:
+        overdue = next(iter(blocked), None)
+        limit = self._clock() - self.limits.max_adapter_wait_s
+        if self._adapters is None or overdue is None or _runnable_since(overdue) > limit:
             return None
         while not self._adapters.can_admit(overdue):
             victim = self._longest_held(overdue.adapter_digests)
@@ -242,12 +245,6 @@ class Scheduler:
             for sequence in users:
                 self._preempt(sequence)
         return overdue
-
-    def _overdue(self) -> SlotUser | None:
-        """The runnable one that has waited longest for slots, if over the limit."""
-        limit = self._clock() - self.limits.max_adapter_wait_s
-        found = next(iter(self._blocked()), None)
-        return found if found is not None and _runnable_since(found) <= limit else None
 
     def _blocked(self) -> list[SlotUser]:
         """Those who lack nothing but room in slots, one for each set, the longest wait first."""
@@ -273,16 +270,14 @@ class Scheduler:
                     since[digest] = min(since.get(digest, sequence.admitted_s), sequence.admitted_s)
         return min(since, key=since.__getitem__, default=None)
 
-    def _spare_slots_for_blocked(self) -> None:
+    def _spare_slots_for(self, blocked: Sequence[SlotUser]) -> None:
         """Let adapters that are ahead of blocked ones admit nothing new, so that slots come free.
 
         For each blocked adapter the one that had most tokens stops, if it had more by a step's
         tokens. What runs goes on: nobody is preempted before the limit of the wait.
         """
-        blocked = self._blocked()
-        if not blocked:
+        if self._adapters is None or not blocked:
             return
-        assert self._adapters is not None
         wanted = {digest for user in blocked for digest in user.adapter_digests}
         held = {digest for s in self.running for digest in s.adapter_digests} - wanted
         ahead = [
@@ -358,7 +353,8 @@ class Scheduler:
         first: list[SequenceState],
     ) -> None:
         """Admit waiting sequences while tokens, sequences and blocks are left."""
-        rest = [sequence for sequence in self.waiting if sequence not in first]
+        ahead = set(first)
+        rest = [sequence for sequence in self.waiting if sequence not in ahead]
         num_promised = sum(_is_promised(s) for s in first)
         for sequence in (*first, *self._shares.in_turn(rest)):
             num_seats = self.limits.max_num_seqs - len(self.running)
