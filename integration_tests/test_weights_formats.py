@@ -7,7 +7,7 @@ formula that a bound part stands for is applied in plain torch, in float64.
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 import peft
@@ -17,14 +17,18 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from lora_weights import (
+    AdapterConfig,
     BaseTensors,
     BoundPart,
+    InvalidAdapterError,
     ModuleKind,
     ModuleShape,
+    ProblemCode,
     bind_adapter,
     load_adapter,
     save_adapter,
 )
+from lora_weights.fields import METHOD_FIELDS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -380,3 +384,29 @@ def test_a_tied_head_whose_tensors_are_not_in_the_file_follows_the_embedding(
     parts = bind(replace(adapter, parts=alone, base_copies={}), base)
 
     assert largest_difference(our_outputs(parts, base, ids), expected) < TOLERANCE
+
+
+METHODS = {
+    "LORA": peft.LoraConfig,
+    "IA3": peft.IA3Config,
+    "VERA": peft.VeraConfig,
+    "LOHA": peft.LoHaConfig,
+    "LOKR": peft.LoKrConfig,
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_field_that_peft_has_is_classed(name: str) -> None:
+    written = {field.name for field in fields(METHODS[name])}
+
+    assert written <= METHOD_FIELDS[name].keys()
+
+
+@pytest.mark.parametrize("kind", sorted({kind.value for kind in peft.PeftType} - METHODS.keys()))
+def test_every_other_method_of_peft_is_refused_by_name(kind: str) -> None:
+    with pytest.raises(InvalidAdapterError) as caught:
+        AdapterConfig.from_dict({"peft_type": kind, "r": 8})
+
+    (problem,) = caught.value.problems
+    assert problem.code is ProblemCode.UNSUPPORTED_TYPE
+    assert kind in problem.found

@@ -182,3 +182,92 @@ def test_problems_of_a_file_name_the_file(tmp_path: Path) -> None:
 
     with pytest.raises(InvalidAdapterError, match=r"adapter_config\.json': "):
         AdapterConfig.from_json(path)
+
+
+METHODS: dict[str, dict[str, object]] = {
+    "IA3": {"target_modules": ["k_proj"], "feedforward_modules": ["down_proj"]},
+    "VERA": {"target_modules": ["k_proj"], "r": 64, "save_projection": True, "bias": "vera_only"},
+    "LOHA": {"target_modules": ["k_proj"], "r": 4, "alpha": 2, "rank_pattern": {"k_proj": 2}},
+    "LOKR": {"target_modules": ["k_proj"], "r": 4, "alpha": 2, "decompose_factor": 4},
+}
+
+
+@pytest.mark.parametrize("kind", METHODS)
+def test_each_method_has_fields_of_its_own(kind: str) -> None:
+    config = AdapterConfig.from_dict({"peft_type": kind, **METHODS[kind]})
+
+    assert config.peft_type == kind
+    assert config.r == METHODS[kind].get("r", 0)
+    assert config.lora_alpha == METHODS[kind].get("alpha", 1.0)
+
+
+@pytest.mark.parametrize("kind", METHODS)
+def test_an_active_field_of_another_method_is_refused(kind: str) -> None:
+    with pytest.raises(InvalidAdapterError) as caught:
+        AdapterConfig.from_dict({"peft_type": kind, **METHODS[kind], "use_dora": True})
+
+    assert [problem.code for problem in caught.value.problems] == [ProblemCode.UNKNOWN_FIELD]
+    assert f"PEFT 0.21 has for {kind}" in caught.value.problems[0].expected
+
+
+@pytest.mark.parametrize("kind", METHODS)
+def test_missing_fields_of_each_method_are_named_together(kind: str) -> None:
+    with pytest.raises(InvalidAdapterError) as caught:
+        AdapterConfig.from_dict({"peft_type": kind})
+
+    assert {problem.code for problem in caught.value.problems} == {ProblemCode.MISSING_FIELD}
+
+
+@pytest.mark.parametrize(
+    ("value", "advice"),
+    [
+        ("pissa_niter_16", "path_initial_model_for_weight_conversion"),
+        ("OLoRA", "path_initial_model_for_weight_conversion"),
+        ("corda", "path_initial_model_for_weight_conversion"),
+        ("loftq", "PEFT offers no conversion"),
+        ("new", "may change the base weight"),
+    ],
+)
+def test_an_initialisation_that_changes_the_base_says_what_to_do(value: str, advice: str) -> None:
+    (problem,) = problems_of(init_lora_weights=value)
+
+    assert advice in problem.expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("ADALORA", "lora_E scales the ranks"),
+        ("PROMPT_TUNING", "changes no module's weight"),
+        ("RANDLORA", "convert_to_lora"),
+        ("TRAINABLE_TOKENS", "trainable_token_indices"),
+    ],
+)
+def test_a_method_that_is_not_applied_says_why(kind: str, reason: str) -> None:
+    (problem,) = problems_of(peft_type=kind)
+
+    assert reason in problem.expected
+
+
+@pytest.mark.parametrize(
+    ("data", "seems"),
+    [
+        ({"config": {"non_linearity": "relu"}}, "bottleneck adapter"),
+        ({"mm_projector_type": "linear"}, "projector"),
+        ({"architectures": ["X"], "model_type": "x"}, "configuration of a model"),
+    ],
+)
+def test_a_file_without_a_method_says_what_it_seems_to_be(
+    data: dict[str, object], seems: str
+) -> None:
+    with pytest.raises(InvalidAdapterError, match=seems):
+        AdapterConfig.from_dict(data)
+
+
+def test_null_is_the_default_of_every_field_that_has_one() -> None:
+    nulls = dict.fromkeys(("bias", "use_dora", "modules_to_save", "trainable_token_indices"))
+
+    config = AdapterConfig.from_dict({**PLAIN, **nulls})
+
+    assert (config.bias, config.use_dora, config.modules_to_save) == ("none", False, ())
+    assert config.trainable_token_indices is None

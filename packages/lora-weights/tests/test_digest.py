@@ -10,6 +10,7 @@ import torch
 
 from lora_weights import RawAdapter, load_adapter, save_adapter
 from lora_weights.testing import build_raw_adapter
+from lora_weights.testing_formats import FORMATS, build_format
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -156,3 +157,51 @@ def test_the_type_asked_for_does_not_enter(tmp_path: Path, plain: str) -> None:
     folder = save_adapter(build_raw_adapter(MODULES, r=4, alpha=8), tmp_path)
 
     assert load_adapter(folder, dtype=torch.bfloat16).digest == plain
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_tensor_of_every_format_enters(name: str, tmp_path: Path) -> None:
+    raw = build_format(name)
+    digests = {digest(tmp_path / "plain", raw=raw)}
+
+    for index, key in enumerate(sorted(raw.tensors)):
+        changed = {key: raw.tensors[key] + 1}
+        digests.add(digest(tmp_path / str(index), raw=raw, tensors=changed))
+
+    assert len(digests) == 1 + len(raw.tensors)
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("tokens", {"trainable_token_indices": [0, 7, 4]}),
+        ("tokens", {"trainable_token_indices": [7, 0, 5]}),
+        ("tokens", {"ensure_weight_tying": True}),
+        ("loha", {"alpha": 4}),
+        ("lokr", {"alpha_pattern": {"q_proj": 4}}),
+    ],
+)
+def test_fields_of_other_formats_that_change_the_result_enter(
+    name: str, config: dict[str, Any], tmp_path: Path
+) -> None:
+    raw = build_format(name)
+
+    assert digest(tmp_path / "a", raw=raw) != digest(tmp_path / "b", raw=raw, **config)
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("tokens", {"trainable_token_indices": {"embed_tokens": [7, 0, 4]}}),
+        ("whole", {"modules_to_save": ["lm_head", "score"]}),
+        ("loha", {"rank_dropout": 0.5, "module_dropout": 0.1, "init_weights": False}),
+        ("lokr", {"rank_dropout_scale": True, "decompose_factor": 4}),
+        ("vera", {"projection_prng_key": 7, "d_initial": 0.5}),
+    ],
+)
+def test_fields_of_other_formats_that_change_nothing_do_not_enter(
+    name: str, config: dict[str, Any], tmp_path: Path
+) -> None:
+    raw = build_format(name)
+
+    assert digest(tmp_path / "a", raw=raw) == digest(tmp_path / "b", raw=raw, **config)

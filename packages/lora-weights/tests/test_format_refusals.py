@@ -452,3 +452,37 @@ def test_c48_what_equals_the_base_is_without_effect_on_it(tmp_path: Path) -> Non
         raw = RawAdapter(config=raw.config, tensors={**raw.tensors, **zeros})
         problems = unbound(changed(raw, add=tensors), tmp_path / name)
         assert [p.code for p in problems] == [ProblemCode.NO_EFFECT], name
+
+
+def test_a_tensor_stored_under_two_keys_must_be_one_and_the_same(tmp_path: Path) -> None:
+    raw = build_format("dora")
+    key = "embed_tokens.lora_magnitude_vector"
+    own = raw.tensors[PREFIX + key]
+
+    # PEFT writes both keys when it saves the embedding's own weight beside the pair.
+    load_adapter(save_adapter(changed(raw, add={f"{key}.weight": own}), tmp_path / "same"))
+    problems = refused(changed(raw, add={f"{key}.weight": own + 1}), tmp_path / "other")
+
+    assert [p.code for p in problems] == [ProblemCode.DUPLICATE_TENSOR]
+    assert f"{key}.weight" in problems[0].tensor
+
+
+def test_velora_buffers_are_of_no_use_after_training_and_listed(tmp_path: Path) -> None:
+    raw = build_format("lora", velora_config={"num_groups": 2})
+    key = f"{Q}.lora_velora_embed"
+
+    adapter = load_adapter(save_adapter(changed(raw, add={key: torch.ones(4)}), tmp_path / "a"))
+
+    assert adapter.skipped == (PREFIX + key,)
+    assert adapter.digest == load_adapter(save_adapter(raw, tmp_path / "b")).digest
+
+
+def test_a_file_of_embeddings_alone_is_no_adapter(tmp_path: Path) -> None:
+    raw = RawAdapter(
+        config=build_format("lora").config,
+        tensors={f"{PREFIX}lm_head.weight": torch.ones(10, 8)},
+    )
+
+    problems = refused(raw, tmp_path)
+
+    assert [p.tensor for p in problems] == [f"{PREFIX}lm_head.weight"]
