@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lora_layers import LoraModelConfig, LoraModelManager
+from lora_layers.content import SlotContent
 from lora_server.engine.admission import AdapterAdmission
 from lora_server.engine.driver import Engine
 from lora_server.engine.kv import BlockPool
@@ -511,8 +512,7 @@ def test_c46_an_adapter_that_cannot_be_written_ends_its_own_request_by_name(
     core = build_core({k: adapters[k] for k in "ab"})
     assert core.adapters is not None
     prepared = core.adapters.manager.prepare(adapters["c"])
-    head = prepared.contents["lm_head"]
-    spoiled = replace(head, slices=((torch.ones(1, 32), torch.ones(VOCAB + 1, 1)),))
+    spoiled = SlotContent(slices=((torch.ones(1, 32), torch.ones(VOCAB + 1, 1)),))
     bad = replace(prepared, contents={**prepared.contents, "lm_head": spoiled})
     core.adapters.add(adapters["c"].digest, bad, "unused", name="spoiled")
     good = request("good", PROMPTS[0], adapters, (("a", 1.0),))
