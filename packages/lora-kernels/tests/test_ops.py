@@ -22,6 +22,7 @@ WAYS = [
     (Way.BAGS, 64),  # one dense product
     (Way.BAGS, 3),  # a dense product of the first ranks, the rest by segment
     (Way.BAGS, 0),  # products by segment
+    (Way.DENSE, 64),
     (Way.SEGMENTS, 0),
     (Way.WIDE, 0),
 ]
@@ -43,31 +44,6 @@ def spread(
 def assert_exact(result: Tensor, step: Any, dtype: torch.dtype) -> None:
     within = tolerance(dtype, reduction=step.reduction)
     assert_close(result.double(), step.exact, atol=within.atol, rtol=within.rtol)
-
-
-@pytest.mark.parametrize("popularity", Popularity)
-@pytest.mark.parametrize("num_tokens", [1, 2, 3, 7, 133])
-@pytest.mark.parametrize(("rank", "dtype"), list(itertools.product([1, 8, 12, 64], FLOATS)))
-def test_apply_equals_float64(  # noqa: PLR0917 - one parameter an axis of the grid
-    make_step: Callable[..., Any],
-    backend: Backend,
-    popularity: Popularity,
-    num_tokens: int,
-    rank: int,
-    dtype: torch.dtype,
-) -> None:
-    step = make_step(
-        entries=spread(popularity, num_tokens, 5),
-        num_tokens=num_tokens,
-        ranks=[(rank,)] * 5,
-        in_features=37,
-        widths=(23,),
-        dtype=dtype,
-    )
-
-    result = apply_lora_(step.y.clone(), step.x, step.weights, step.routing, backend=backend)
-
-    assert_exact(result, step, dtype)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -119,40 +95,6 @@ def test_several_entries_of_a_token_add_up(
     result = apply_lora_(step.y.clone(), step.x, step.weights, step.routing, backend=backend)
 
     assert_exact(result, step, dtype)
-
-
-@pytest.mark.parametrize("rank", [1, 2, 3, 4, 7, 8, 12, 16, 24, 31, 32, 33, 64, 128])
-def test_any_rank_is_right(make_step: Callable[..., Any], backend: Backend, rank: int) -> None:
-    step = make_step(
-        entries=spread(Popularity.DISTINCT, 9, 3),
-        num_tokens=9,
-        ranks=[(rank,)] * 3,
-        max_rank=128,
-        in_features=72,
-        widths=(80,),
-    )
-
-    result = apply_lora_(step.y.clone(), step.x, step.weights, step.routing, backend=backend)
-
-    assert_exact(result, step, torch.float32)
-
-
-@pytest.mark.parametrize("num_tokens", [15, 16, 17, 127, 128, 129, 400])
-def test_a_long_segment_is_right_and_finite(
-    make_step: Callable[..., Any], backend: Backend, num_tokens: int
-) -> None:
-    step = make_step(
-        entries=[(t, 1, 1.0) for t in range(num_tokens)],
-        num_tokens=num_tokens,
-        ranks=[(8,), (16,), (64,)],
-        in_features=72,
-        widths=(80,),
-        dtype=torch.bfloat16,
-    )
-
-    result = apply_lora_(step.y.clone(), step.x, step.weights, step.routing, backend=backend)
-
-    assert_exact(result, step, torch.bfloat16)
 
 
 @pytest.mark.parametrize("num_tokens", [6, 200])

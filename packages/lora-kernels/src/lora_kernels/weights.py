@@ -8,11 +8,13 @@ Letters: `N` slots, `R` max rank, `I` in, `O` out, `P` slices.
 from __future__ import annotations
 
 import math
+from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Self
 
 import torch
 
+from lora_kernels.bounds import SlotBounds
 from lora_kernels.errors import KernelArgumentError, UnsupportedShapeError
 
 if TYPE_CHECKING:
@@ -34,9 +36,9 @@ class StackedWeights:
 
     - A is `[R, P, N, I]`. The first `r` ranks of all slices and slots are one contiguous matrix,
       so that one product shrinks a whole step, and a padded max rank costs nothing.
-    - B is `[N, R, sum O_p]`, the slices side by side as in the output. A slot's first `r` ranks
-      are contiguous rows, so that expanding a token is a weighted sum of rows, and the rows of
-      all slices can be cut into pieces of one width, `chunk`.
+    - B is a view `[N, R, sum O_p]` of `[R, N, sum O_p]`, the slices side by side as in the output.
+      The first `r` ranks of all slots are one contiguous matrix here too. Rows can be cut into
+      pieces of one width, `chunk`, so that expanding a token is a weighted sum of pieces.
 
     `affine`, `[2, N, sum O_p]` float32, holds an output gain and a bias for each slot. Most
     adapters have neither, so it is allocated when the first one comes, or by `allocate_affine`,
@@ -50,7 +52,8 @@ class StackedWeights:
 
         Args:
             a_storage: `[R, P, N, I]`, contiguous.
-            b_storage: `[N, R, sum O_p]`, contiguous, of the dtype and device of A.
+            b_storage: `[N, R, sum O_p]`, a view of a contiguous `[R, N, sum O_p]`, of the dtype
+                and device of A.
             out_features: `O_p` of each slice.
         """
         self.a_storage = a_storage
@@ -61,7 +64,8 @@ class StackedWeights:
         self.out_ranges = tuple((e - o, e) for e, o in zip(ends, self.out_features, strict=True))
         self.lora_a = tuple(a_storage[:, p].transpose(0, 1) for p in range(self.num_slices))
         self.lora_b = tuple(b_storage[:, :, i:j].transpose(1, 2) for i, j in self.out_ranges)
-        self.slot_ranks: list[tuple[int, ...]] = [(0,) * self.num_slices] * self.num_slots
+        self._kind: str | None = None
+        self.slot_ranks = [(0,) * self.num_slices] * self.num_slots
         table_shape = (self.num_slots, self.num_slices + 1)
         self.slot_table = torch.zeros(table_shape, dtype=torch.int32, device=a_storage.device)
         self.affine: Tensor | None = None
@@ -71,7 +75,9 @@ class StackedWeights:
         chunk_counts = torch.tensor([out // self.chunk for out in self.out_features])
         self.slice_of_chunk = torch.repeat_interleave(chunk_counts).to(b_storage.device)
         self._out_blocks: dict[int, Tensor] = {}
-        self.layout = (a_storage.shape, self.out_features, a_storage.dtype)
+        self._first_ranks: dict[int, Pair] = {}
+        self._slot_factors: dict[tuple[int, int], Pair] = {}
+        self.bounds = SlotBounds(a_storage, b_storage)
 
     @classmethod
     def allocate(
@@ -109,12 +115,11 @@ class StackedWeights:
                 f"stacked weights: dtype is {dtype}, expected float32, float16 or bfloat16"
             )
         a_shape = (max_rank, len(out_features), num_slots, in_features)
-        b_shape = (num_slots, max_rank, sum(out_features))
-        return cls(
-            torch.zeros(a_shape, dtype=dtype, device=device),
-            torch.zeros(b_shape, dtype=dtype, device=device),
-            out_features,
-        )
+        b_shape = (max_rank, num_slots, sum(out_features))
+        with torch.inference_mode(mode=False):  # torch counts no writes of inference tensors
+            a_storage = torch.zeros(a_shape, dtype=dtype, device=device)
+            b_storage = torch.zeros(b_shape, dtype=dtype, device=device).transpose(0, 1)
+        return cls(a_storage, b_storage, out_features)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -125,6 +130,27 @@ class StackedWeights:
     def device(self) -> torch.device:
         """Of all factors."""
         return self.a_storage.device
+
+    @property
+    def slot_ranks(self) -> list[tuple[int, ...]]:
+        """True rank of each slice, 0 if absent, for each slot: `N` tuples of `P`."""
+        return self._slot_ranks
+
+    @slot_ranks.setter
+    def slot_ranks(self, ranks: list[tuple[int, ...]]) -> None:
+        self._slot_ranks = ranks
+        self._kind = None
+
+    @property
+    def kind(self) -> str:
+        """All that a plan for these slots depends on: sizes, dtype, device and true ranks.
+
+        A text, since texts keep their hash.
+        """
+        if self._kind is None:
+            sizes = (*self.a_storage.shape, *self.out_features)
+            self._kind = f"{sizes} {self.dtype} {self.device} {self.slot_ranks}"
+        return self._kind
 
     @property
     def total_out_features(self) -> int:
@@ -149,6 +175,36 @@ class StackedWeights:
             affine[0] = 1
             self.affine = affine
         return self.affine
+
+    @cached_property
+    def b_pieces(self) -> Tensor:
+        """All rows of B, cut into pieces of `chunk`: `[R * N * C, chunk]`, a view."""
+        return self.b_storage.transpose(0, 1).view(-1, self.chunk)
+
+    def slot_factors(self, slot: int, rank: int) -> Pair:
+        """Return the first ranks of all slices of a slot as two matrices, views of the storage.
+
+        Returns:
+            `[rank * P, I]`, slices innermost, and `[rank, sum O_p]`.
+        """
+        factors = self._slot_factors.get((slot, rank))
+        if factors is None:
+            lora_a = self.a_storage[:rank, :, slot].flatten(0, 1)  # [r, P, I] -> [r * P, I]
+            factors = self._slot_factors[slot, rank] = lora_a, self.b_storage[slot, :rank]
+        return factors
+
+    def first_ranks(self, rank: int) -> Pair:
+        """Return the first ranks of all slots as two matrices, views of the storage.
+
+        Returns:
+            `[rank * P * N, I]` and `[rank * N, sum O_p]`.
+        """
+        if rank not in self._first_ranks:
+            self._first_ranks[rank] = (
+                self.a_storage[:rank].flatten(0, 2),
+                self.b_storage.transpose(0, 1)[:rank].flatten(0, 1),
+            )
+        return self._first_ranks[rank]
 
     def out_blocks(self, width: int) -> Tensor:
         """Cut the packed output into blocks of at most `width` columns of one slice.
@@ -201,12 +257,14 @@ class StackedWeights:
         if found:
             raise UnsupportedShapeError(f"write_slot: {'; '.join(found)}")
         self.reset_slot(slot)
-        for i, pair in enumerate(slices):
-            if pair is not None:
-                rank = pair[0].shape[0]
-                self.lora_a[i][slot, :rank].copy_(pair[0])
-                self.lora_b[i][slot, :, :rank].copy_(pair[1])
-        self.slot_ranks[slot] = tuple(0 if pair is None else pair[0].shape[0] for pair in slices)
+        ranks = tuple(0 if pair is None else pair[0].shape[0] for pair in slices)
+        with self.bounds.rewriting(slot, max(ranks)):
+            for i, pair in enumerate(slices):
+                if pair is not None:
+                    self.lora_a[i][slot, : ranks[i]].copy_(pair[0])
+                    self.lora_b[i][slot, :, : ranks[i]].copy_(pair[1])
+        self.slot_ranks[slot] = ranks
+        self._kind = None
         for i, rank in enumerate(self.slot_ranks[slot]):
             self.slot_table[slot, i] = rank  # passed by value: no copy that the host waits for
         self.slot_table[slot, -1] = HAS_BIAS * (bias is not None) + HAS_GAIN * (gain is not None)
@@ -226,8 +284,10 @@ class StackedWeights:
         self._check_slot(slot)
         self.slot_ranks[slot] = (0,) * self.num_slices
         self.slot_table[slot] = 0
-        self.a_storage[:, :, slot].zero_()
-        self.b_storage[slot].zero_()
+        self._kind = None
+        with self.bounds.rewriting(slot, 0):
+            self.a_storage[:, :, slot].zero_()
+            self.b_storage[slot].zero_()
         if self.affine is not None:
             self.affine[0, slot] = 1
             self.affine[1, slot] = 0

@@ -33,7 +33,7 @@ class Bags:
     """First element of each bag, `[U * C]` int64."""
 
     pieces: Tensor
-    """Row of B seen as `[N * R * C, chunk]`, `[F]` int64."""
+    """Row of B seen as `[R * N * C, chunk]`, `[F]` int64."""
 
     entry: Tensor
     """Entry of each element, `[F]` int64."""
@@ -50,7 +50,7 @@ class Bags:
 
 def bags_of(weights: StackedWeights, routing: Routing, ranks: SegmentRanks) -> Bags:
     """Return the bags of a step for segments of these ranks; made at the first call."""
-    key = ("bags", weights.max_rank, weights.out_features, ranks)
+    key = ("bags", weights.out_features, ranks)
     bags: Bags | None = routing.derived.get(key)
     if bags is None:
         bags = routing.derived[key] = _build_bags(weights, routing, ranks)
@@ -68,7 +68,7 @@ def _build_bags(weights: StackedWeights, routing: Routing, ranks: SegmentRanks) 
     slot, slice_idx = routing.entry_slots[entry], weights.slice_of_chunk[chunk]
     counts = torch.tensor(ranks, device=device)[routing.entry_segments[entry], slice_idx]
     firsts = counts.cumsum(0) - counts
-    first_piece = slot * (weights.max_rank * num_chunks) + chunk
+    first_piece = slot * num_chunks + chunk
     starts = firsts
     if routing.has_repeated_tokens:
         opens_bag = torch.ones_like(bag_of_cell, dtype=torch.bool)
@@ -79,7 +79,7 @@ def _build_bags(weights: StackedWeights, routing: Routing, ranks: SegmentRanks) 
     rank = torch.arange(by_element.shape[0], device=device) - by_element[:, 0]
     return Bags(
         starts=starts,
-        pieces=by_element[:, 1] + rank * num_chunks,
+        pieces=by_element[:, 1] + rank * (weights.num_slots * num_chunks),
         entry=by_element[:, 2],
         slot=by_element[:, 3],
         rank=rank,

@@ -9,7 +9,7 @@ Letters: `T` tokens, `E` entries, `G` segments, `N` slots, `P` slices, `I` in, `
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
@@ -17,12 +17,15 @@ import torch
 
 from lora_kernels._aten.bags import bags_of
 from lora_kernels._aten.costs import costs_of
+from lora_kernels._aten.dense import plan_dense
+from lora_kernels._aten.segments import slice_blocks
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from lora_kernels._aten.bags import Bags, SegmentRanks
     from lora_kernels._aten.costs import Costs
+    from lora_kernels._aten.dense import DensePlan
     from lora_kernels.routing import Routing, Segment
     from lora_kernels.weights import StackedWeights
 
@@ -33,8 +36,11 @@ class Way(Enum):
     BAGS = auto()
     """Few products with A, then each token sums its own rows of B."""
 
+    DENSE = auto()
+    """A product with all slots' A, a mask, and a product with all slots' B, written into y."""
+
     SEGMENTS = auto()
-    """A product with A for each segment, and one with B for each of its slices, written into y."""
+    """A product with A and one with B for each segment, written into y."""
 
     WIDE = auto()
     """As `SEGMENTS`, through float32 sums: dtypes differ, or tokens repeat in a long step."""
@@ -59,6 +65,12 @@ class Plan:
 
     way: Way
 
+    x_shape: torch.Size
+
+    y_shape: torch.Size
+
+    device: torch.device
+
     dense_rank: int = 0
     """So many ranks of all slots are one product over all touched tokens, `[T', rank, P, N]`."""
 
@@ -76,20 +88,46 @@ class Plan:
     scales: Tensor | None = None
     """Scale of each element, `[F]` float32; left out when all are 1."""
 
+    dense: DensePlan | None = None
+    """Set if the way is `DENSE`."""
 
-def plan_apply(
-    x_dtype: torch.dtype, y_dtype: torch.dtype, weights: StackedWeights, routing: Routing
-) -> Plan:
+    blocks: Tensor | None = None
+    """`slice_blocks` if the way is `SEGMENTS` and there are several slices."""
+
+
+def plan_apply(y: Tensor, x: Tensor, weights: StackedWeights, routing: Routing) -> Plan:
     """Return the plan of this step for modules like `weights`; made at the first call."""
-    ranks = tuple([weights.slot_ranks[segment.slot] for segment in routing.segments])
-    key = (x_dtype, y_dtype, weights.layout, ranks)
-    plan: Plan | None = routing.derived.get(key)
+    plan = known_plan(y, x, weights, routing)
     if plan is None:
-        way, dense_rank = _choose(x_dtype, y_dtype, weights, routing, ranks)
-        plan = Plan(way=way)
-        if way is Way.BAGS and any(map(any, ranks)):
-            plan = _plan_bags(dense_rank, weights, routing, ranks)
-        routing.derived[key] = plan
+        plan = routing.derived[x.dtype, y.dtype, weights.kind] = _make_plan(y, x, weights, routing)
+    return plan
+
+
+def known_plan(y: Tensor, x: Tensor, weights: StackedWeights, routing: Routing) -> Plan | None:
+    """Return the plan of an earlier call in this step, for tensors like these, if there is one."""
+    plan: Plan | None = routing.derived.get((x.dtype, y.dtype, weights.kind))
+    if plan is None or x.shape != plan.x_shape or y.shape != plan.y_shape:
+        return None
+    if x.device != plan.device or y.device != plan.device:
+        return None
+    if plan.way is Way.DENSE and not weights.bounds.are_moderate():
+        return None
+    return plan
+
+
+def _make_plan(y: Tensor, x: Tensor, weights: StackedWeights, routing: Routing) -> Plan:
+    ranks = tuple([weights.slot_ranks[segment.slot] for segment in routing.segments])
+    way, dense_rank = _choose(x.dtype, y.dtype, weights, routing, ranks)
+    plan = Plan(way=way, x_shape=x.shape, y_shape=y.shape, device=weights.device)
+    if not any(map(any, ranks)):
+        return replace(plan, way=Way.SEGMENTS)
+    if way is Way.BAGS:
+        return _plan_bags(plan, dense_rank, weights, routing, ranks)
+    if way is Way.DENSE:
+        dtype = compute_dtype(x.dtype, weights.dtype)
+        return replace(plan, dense=plan_dense(max(map(max, ranks)), weights, routing, dtype))
+    if way is Way.SEGMENTS and weights.num_slices > 1:
+        return replace(plan, blocks=slice_blocks(weights))
     return plan
 
 
@@ -109,19 +147,24 @@ def _choose(
     routing: Routing,
     ranks: SegmentRanks,
 ) -> tuple[Way, int]:
-    """Return the cheapest way, and its dense rank."""
+    """Return the cheapest way, and its dense rank if it is `BAGS`."""
     compute = compute_dtype(x_dtype, weights.dtype)
-    if compute != weights.dtype:
+    # bfloat16 products take pairs of columns: with an odd number the last is paired with the next
+    # row's first, times zero, and one token's NaN would reach another's row.
+    has_odd_pair = compute == torch.bfloat16 and weights.in_features % 2 == 1
+    if compute != weights.dtype or has_odd_pair:
         return Way.WIDE, 0
     costs = costs_of(compute)
     candidates = {0, *map(max, ranks)}
     shrinks = {rank: _shrink_cost(rank, costs, weights, routing, ranks) for rank in candidates}
     dense_rank = min(candidates, key=lambda rank: (shrinks[rank], rank))
-    bags, products = _expand_costs(costs, weights, routing, ranks)
-    if shrinks[dense_rank] + bags < shrinks[0] + products:
-        return Way.BAGS, dense_rank
+    by_way = {Way.BAGS: shrinks[dense_rank] + _bag_cost(costs, weights, routing, ranks)}
+    if y_dtype == compute and weights.bounds.are_moderate():
+        by_way[Way.DENSE] = _dense_cost(max(candidates), costs, weights, routing)
     can_write_through = y_dtype == compute and not routing.has_repeated_tokens
-    return Way.SEGMENTS if can_write_through else Way.WIDE, 0
+    products = Way.SEGMENTS if can_write_through else Way.WIDE
+    by_way[products] = shrinks[0] + _segment_cost(costs, weights, routing, ranks)
+    return min(by_way, key=by_way.__getitem__), dense_rank
 
 
 def _shrink_cost(
@@ -143,22 +186,42 @@ def _shrink_cost(
     return total
 
 
-def _expand_costs(
+def _bag_cost(
     costs: Costs, weights: StackedWeights, routing: Routing, ranks: SegmentRanks
-) -> tuple[float, float]:
-    """Return the cost of bags, and that of products for each segment and slice."""
-    bags = costs.bag + costs.bag_out * routing.num_entries * weights.total_out_features / 1e3
-    products = 0.0
+) -> float:
+    total = costs.bag + costs.bag_out * routing.num_entries * weights.total_out_features / 1e3
     for segment, by_slice in zip(routing.segments, ranks, strict=True):
         rows = segment.end - segment.start
         for rank, out in zip(by_slice, weights.out_features, strict=True):
-            bags += costs.in_bag(rows, rank, out, weights.chunk)
-            products += costs.expand(rows, rank, out) if rank else 0.0
-    return bags, products
+            total += costs.in_bag(rows, rank, out, weights.chunk)
+    return total
+
+
+def _dense_cost(rank: int, costs: Costs, weights: StackedWeights, routing: Routing) -> float:
+    rows, num_slices = routing.touched_tokens.shape[0], weights.num_slices
+    num_ranks = rank * num_slices * weights.num_slots
+    total = costs.shrink(rows, num_ranks, weights.in_features) + costs.multiply(rows * num_ranks)
+    if num_slices > 1:
+        total += costs.multiply(num_ranks * weights.total_out_features)
+    return total + costs.expand(rows, num_ranks, weights.total_out_features)
+
+
+def _segment_cost(
+    costs: Costs, weights: StackedWeights, routing: Routing, ranks: SegmentRanks
+) -> float:
+    total, outs = 0.0, weights.total_out_features
+    for segment, by_slice in zip(routing.segments, ranks, strict=True):
+        if any(by_slice):
+            num_ranks = sum(by_slice)
+            total += costs.segment
+            total += costs.expand(segment.end - segment.start, num_ranks, outs)
+            if len(by_slice) > 1:
+                total += costs.multiply(num_ranks * outs)
+    return total
 
 
 def _plan_bags(
-    dense_rank: int, weights: StackedWeights, routing: Routing, ranks: SegmentRanks
+    plan: Plan, dense_rank: int, weights: StackedWeights, routing: Routing, ranks: SegmentRanks
 ) -> Plan:
     num_slices = weights.num_slices
     offset = routing.touched_range[1] * dense_rank * num_slices * weights.num_slots
@@ -172,8 +235,8 @@ def _plan_bags(
     if tails:
         in_tail = _place_in_tails(dense_rank, tails, bags, num_slices, routing)
         place = torch.where(bags.rank < dense_rank, place, in_tail)
-    return Plan(
-        way=Way.BAGS,
+    return replace(
+        plan,
         dense_rank=dense_rank,
         tails=tuple(tails),
         num_factors=offset,
