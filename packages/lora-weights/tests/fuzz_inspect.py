@@ -306,19 +306,19 @@ def run_case(index: int, seed: int, folders: list[Path], limit_s: float, *, show
         signal.setitimer(signal.ITIMER_REAL, limit_s)
         # Where no Python code runs that could see the alarm, this ends the process with its stack.
         faulthandler.dump_traceback_later(3 * limit_s, exit=True)
+        details = ""
         try:
             outcome = check(folder, rng)
         except TimeoutError:
-            outcome = "hang"
+            outcome, details = "hang", traceback.format_exc()
         except Exception:  # noqa: BLE001 - any exception is what this looks for
-            outcome = "exception"
+            outcome, details = "exception", traceback.format_exc()
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             faulthandler.cancel_dump_traceback_later()
-        if show or outcome in ("hang", "exception"):
-            sys.stdout.write(f"case {index}: {outcome}: {how}\n")
-            if outcome in ("hang", "exception"):
-                traceback.print_exc(file=sys.stdout)
+        if show or details:
+            sys.stdout.write(f"case {index}: {outcome}: {how}\n{details}")
+            sys.stdout.flush()
         return outcome
 
 

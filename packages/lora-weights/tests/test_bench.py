@@ -70,6 +70,7 @@ def test_a_row_has_its_percentiles_and_its_machine() -> None:
     row = build_row("case", "ms", [5.0, 1.0, 4.0, 2.0, 3.0, 6.0], config="sizes", goal=10.0)
 
     assert (row.p20, row.p50, row.p80, row.repeats) == (2.0, 3.0, 5.0, 6)
+    assert row.cpu_p20 is None
     assert row.cpu
     assert row.torch
     assert row.num_cores >= 1
@@ -78,9 +79,9 @@ def test_a_row_has_its_percentiles_and_its_machine() -> None:
 def test_a_run_that_warms_up_is_not_counted() -> None:
     runs: list[int] = []
 
-    times = measure_ms(lambda: runs.append(0), repeats=4)
+    times, cpu = measure_ms(lambda: runs.append(0), repeats=4)
 
-    assert (len(times), len(runs)) == (4, 5)
+    assert (len(times), len(cpu), len(runs)) == (4, 4, 5)
 
 
 @pytest.mark.parametrize("ending", ["csv", "json"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import signal
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from lora_weights import ProblemCode, inspect_adapter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -57,6 +60,20 @@ def test_one_case_is_always_the_same(program: ModuleType, tmp_path: Path) -> Non
     ]
 
     assert outcomes[0] == outcomes[1]
+
+
+@pytest.mark.parametrize("token", [2**31, 2**63, 10**400])
+def test_a_token_that_no_vocabulary_can_have_is_refused(
+    program: ModuleType, tmp_path: Path, token: int
+) -> None:
+    [folder] = [path for path in program.seeds(tmp_path) if path.name == "tokens"]
+    config = json.loads((folder / "adapter_config.json").read_text())
+    config["trainable_token_indices"] = {"embed_tokens": [1, token]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+
+    report = inspect_adapter(folder)
+
+    assert ProblemCode.INVALID_FIELD in [problem.code for problem in report.problems]
 
 
 def _raise(*_: Any, **__: Any) -> Any:

@@ -15,6 +15,9 @@ from lora_weights.scaling import MAX_EXPRESSIONS, is_plain_path, pattern_fault
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+MAX_TOKEN_ID = 2**31 - 1
+"""Largest token id accepted: what engines and tokenizers can hold."""
+
 PLAIN_INITIALISATIONS = frozenset({"gaussian", "eva", "orthogonal", "mica", "lora_ga"})
 """Values of ``init_lora_weights`` under which PEFT loads an adapter onto an unchanged base."""
 
@@ -55,7 +58,9 @@ def _is_number(value: object) -> TypeGuard[int | float]:
 
 
 def _is_tokens(value: object) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(type(item) is int for item in value)
+    return isinstance(value, list) and all(
+        type(item) is int and abs(item) <= MAX_TOKEN_ID for item in value
+    )
 
 
 class FieldReader:

@@ -48,6 +48,8 @@ DTYPES = {
 }
 """Type names of the safetensors format that torch can hold."""
 
+_WIDTHS = {name: dtype.itemsize for name, dtype in DTYPES.items()}
+
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
@@ -106,25 +108,37 @@ def parse_header(
 
 def _parse_entry(key: str, item: object) -> TensorEntry | str:
     """Return the entry, or what is wrong with it."""
-    match item:
-        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(start), int(end)]}:
-            pass
-        case _:
-            return f"{key!r} has no dtype, shape and data_offsets"
+    entry = _read_entry(item)
+    if entry is None:
+        return f"{key[:100]!r} has no dtype, shape and data_offsets"
+    dtype, shape, start, end = entry
     if not key.isprintable():
         return f"{key[:100]!r} is no name"
-    if dtype not in DTYPES:
-        return f"{key!r} has the unknown type {dtype!r}"
+    width = _WIDTHS.get(dtype)
+    if width is None:
+        return f"{key!r} has the unknown type {dtype[:100]!r}"
     if _shape_fault(shape):
         return f"{key!r} has the shape {_short(shape)}"
-    size = math.prod(shape) * DTYPES[dtype].itemsize
+    size = math.prod(shape) * width
     if start < 0 or end - start != size:
         found = f"{_short(end - start)} bytes at {_short(start)}"
         return f"{key!r} has {found}, its shape {_short(shape)} needs {_short(size)}"
     return TensorEntry(key, dtype, tuple(shape), start, end)
 
 
-def _shape_fault(shape: list[object]) -> bool:
+def _read_entry(item: object) -> tuple[str, list[int], int, int] | None:
+    """Return dtype, shape, start and end of one entry; None when they are not all there."""
+    if not isinstance(item, dict):
+        return None
+    dtype, shape, offsets = item.get("dtype"), item.get("shape"), item.get("data_offsets")
+    if type(dtype) is not str or type(shape) is not list or type(offsets) is not list:
+        return None
+    if len(offsets) != 2 or any(type(offset) is not int for offset in offsets):  # noqa: PLR2004
+        return None
+    return dtype, shape, offsets[0], offsets[1]
+
+
+def _shape_fault(shape: list[int]) -> bool:
     """Return whether no tensor can have this shape."""
     if len(shape) > MAX_DIMENSIONS:
         return True

@@ -1,6 +1,7 @@
 """Measure reading: ``python -m lora_weights.bench [--quick] [--output FILE.csv|FILE.json]``.
 
-On one thread, from a warm file cache. On a machine with other work, p20 is the figure to read.
+On one thread, from a warm file cache. On a machine with other work, p20 is the figure to read, and
+the processor time beside it.
 """
 
 from __future__ import annotations
@@ -46,14 +47,16 @@ def measure_load(root: Path, rank: int, repeats: int) -> Iterator[Row]:
     size = weights_of(folder).stat().st_size
     config = f"{len(SMOLLM2)} modules, bf16, rank {rank}, {size / 1e6:.1f} MB"
     has_goal = rank == GOAL_RANK
-    times = measure_ms(lambda: load_packed(folder), repeats=repeats)
-    goal = LOAD_GOAL_MS if has_goal else None
-    yield build_row("load, bind, pack", "ms", times, config=config, goal=goal)
-    floor = measure_ms(lambda: read_plain(folder), repeats=repeats)
-    yield build_row("floor: plain read", "ms", floor, config=config)
     content = read_plain(folder)
-    copies = measure_ms(lambda: bytearray(content), repeats=repeats)
-    yield build_row("floor: copy in memory", "ms", copies, config=config)
+    runs = {
+        "load, bind, pack": lambda: load_packed(folder),
+        "floor: plain read": lambda: read_plain(folder),
+        "floor: copy in memory": lambda: bytearray(content),
+    }
+    for case, run in runs.items():
+        times, cpu = measure_ms(run, repeats=repeats)
+        goal = LOAD_GOAL_MS if has_goal and run is runs["load, bind, pack"] else None
+        yield build_row(case, "ms", times, cpu=cpu, config=config, goal=goal)
     ratios = [_child_peak(folder) / size for _ in range(max(3, repeats // 10))]
     goal = MEMORY_GOAL if has_goal else None
     yield build_row("peak extra memory / file", "ratio", ratios, config=config, goal=goal)
@@ -62,14 +65,15 @@ def measure_load(root: Path, rank: int, repeats: int) -> Iterator[Row]:
 def measure_headers(root: Path, count: int, repeats: int) -> Row:
     """Return the time to inspect many adapters by their headers."""
     folders = write_many(root / "many", count)
-    times = []
+    times, cpu = [], []
     for _ in range(repeats):
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         good = inspect_headers(folders)
         times.append(time.perf_counter() - start)
+        cpu.append(time.process_time() - cpu_start)
         assert good == count, f"{count - good} adapters had problems"
     config = f"{count} adapters, {len(SMOLLM2)} modules each"
-    return build_row("inspect headers", "s", times, config=config, goal=HEADERS_GOAL_S)
+    return build_row("inspect headers", "s", times, cpu=cpu, config=config, goal=HEADERS_GOAL_S)
 
 
 def _child_peak(folder: Path) -> int:
@@ -88,6 +92,7 @@ def _print_peak(folder: Path) -> None:
 def _show(row: Row) -> None:
     goal = "" if row.goal is None else f"  goal {row.goal:g}"
     values = "  ".join(f"{value:9.3f}" for value in (row.p20, row.p50, row.p80))
+    values += " " * 11 if row.cpu_p20 is None else f"  {row.cpu_p20:9.3f}"
     print(f"{row.case:26s} {row.unit:6s} {values}  {row.config}{goal}", flush=True)
 
 
@@ -118,7 +123,7 @@ def main() -> None:
     repeats = 5 if arguments.quick else 50
     rows = []
     with TemporaryDirectory() as root:
-        print(f"{'':26s} {'':6s} {'p20':>9s}  {'p50':>9s}  {'p80':>9s}")
+        print(f"{'':26s} {'':6s} {'p20':>9s}  {'p50':>9s}  {'p80':>9s}  {'cpu p20':>9s}")
         for rank in RANKS:
             for row in measure_load(Path(root), rank, repeats):
                 _show(row)

@@ -35,6 +35,9 @@ class Row:
     """Median."""
     p80: float
     """The fifth that ran worst begins here."""
+    cpu_p20: float | None
+    """As `p20`, of the processor time alone, which others' work disturbs less; None where it is no
+    time."""
     repeats: int
     """Measurements."""
     goal: float | None
@@ -56,18 +59,33 @@ class Row:
 
 
 def build_row(
-    case: str, unit: str, values: Sequence[float], *, config: str, goal: float | None = None
+    case: str,
+    unit: str,
+    values: Sequence[float],
+    *,
+    config: str,
+    cpu: Sequence[float] = (),
+    goal: float | None = None,
 ) -> Row:
-    """Return the row of some measurements."""
-    ordered = sorted(values)
-    p20, p50, p80 = (ordered[round(q * (len(ordered) - 1))] for q in (0.2, 0.5, 0.8))
+    """Return the row of some measurements.
+
+    Args:
+        case: what was measured.
+        unit: of the values.
+        values: one each.
+        config: sizes.
+        cpu: processor time of each, in the same unit.
+        goal: upper bound for the case.
+    """
+    p20, p50, p80 = (_quantile(values, share) for share in (0.2, 0.5, 0.8))
     return Row(
         case=case,
         unit=unit,
         p20=p20,
         p50=p50,
         p80=p80,
-        repeats=len(ordered),
+        cpu_p20=_quantile(cpu, 0.2) if cpu else None,
+        repeats=len(values),
         goal=goal,
         config=config,
         cpu=_cpu(),
@@ -79,19 +97,25 @@ def build_row(
     )
 
 
-def measure_ms(run: Callable[[], object], *, repeats: int) -> list[float]:
-    """Return the milliseconds of each run, after one that does not count.
+def _quantile(values: Sequence[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[round(share * (len(ordered) - 1))]
+
+
+def measure_ms(run: Callable[[], object], *, repeats: int) -> tuple[list[float], list[float]]:
+    """Return milliseconds and milliseconds of processor time, after one run that does not count.
 
     What a run returns lives until its time was taken, and is dropped before the next one.
     """
     run()
-    times = []
+    times, cpu = [], []
     for _ in range(repeats):
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         result = run()
         times.append((time.perf_counter() - start) * 1000)
+        cpu.append((time.process_time() - cpu_start) * 1000)
         del result
-    return times
+    return times, cpu
 
 
 def peak_extra_bytes(run: Callable[[], object]) -> int:
