@@ -15,9 +15,9 @@ from lora_kernels.errors import (
     KernelError,
     UnsupportedShapeError,
 )
-from lora_kernels.expert_routing import ExpertRouting, align_experts
+from lora_kernels.expert_routing import ExpertRouting
 from lora_kernels.expert_weights import ExpertWeights
-from lora_kernels.moe import moe_lora_
+from lora_kernels.moe import align_experts, moe_lora_
 from lora_kernels.ops import apply_lora_, expand_, shrink
 from lora_kernels.routing import Routing, Segment
 from lora_kernels.weights import StackedWeights

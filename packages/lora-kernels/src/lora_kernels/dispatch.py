@@ -12,14 +12,18 @@ import torch
 
 from lora_kernels._aten import embedding as aten_embedding
 from lora_kernels._aten import invariant, linear
+from lora_kernels._aten import moe as aten_moe
 from lora_kernels._aten.affine import apply_affine_
 from lora_kernels.backend import Backend
 from lora_kernels.reference import embedding as reference_embedding
 from lora_kernels.reference import linear as reference
+from lora_kernels.reference import moe as reference_moe
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from lora_kernels.expert_routing import ExpertRouting
+    from lora_kernels.expert_weights import ExpertWeights
     from lora_kernels.routing import Routing
     from lora_kernels.weights import StackedWeights
 
@@ -111,3 +115,23 @@ def embedding_lora_(
     return triton_embedding.embedding_lora_(
         y, token_ids, weights, routing, batch_invariant=batch_invariant
     )
+
+
+@torch.no_grad()
+def moe_lora_(
+    y: Tensor,
+    x: Tensor,
+    weights: ExpertWeights,
+    expert_routing: ExpertRouting,
+    router_weights: Tensor | None,
+    *,
+    backend: Backend,
+) -> Tensor:
+    """Run `moe_lora_` for a routing with entries."""
+    if backend is Backend.ATEN:
+        return aten_moe.moe_lora_(y, x, weights, expert_routing, router_weights)
+    if backend is Backend.REFERENCE:
+        return reference_moe.moe_lora_(y, x, weights, expert_routing, router_weights)
+    from lora_kernels._triton import moe as triton_moe
+
+    return triton_moe.moe_lora_(y, x, weights, expert_routing, router_weights)

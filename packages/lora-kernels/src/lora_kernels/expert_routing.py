@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lora_kernels.errors import KernelArgumentError, UnsupportedShapeError
-
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
@@ -32,7 +30,7 @@ class ExpertRouting:
     Pairs whose expert is not here are left out: they come after the last group, so that the
     sizes of all tensors follow from the shapes alone and no device has to be waited for.
 
-    The constructor trusts its arguments; `align_experts` checks its own.
+    The constructor trusts its arguments; build it with `align_experts`, which checks them.
     """
 
     pair_idx: Tensor
@@ -97,27 +95,10 @@ class ExpertRouting:
         )
 
 
-def align_experts(
-    routing: Routing, expert_ids: Tensor, *, num_experts: int, expert_offset: int = 0
+def sort_pairs(
+    routing: Routing, expert_ids: Tensor, *, num_experts: int, expert_offset: int
 ) -> ExpertRouting:
-    """Sort the chosen experts of a step's adapter tokens by slot and expert.
-
-    Tokens without entry have no pairs. An id outside `expert_offset..expert_offset + X - 1` has
-    none either: its expert lives in another process (expert parallel), or the router marked the
-    choice as empty. Nothing here waits for a device.
-
-    Args:
-        routing: the step's entries.
-        expert_ids: the router's choice, `[T, K]` int64 or int32, global numbers.
-        num_experts: `X`, experts held here.
-        expert_offset: global number of the first of them.
-
-    Raises:
-        UnsupportedShapeError: `expert_ids` is not `[T, K]`.
-        KernelArgumentError: the ids are not integers or on another device, or a number of experts
-            or an offset is impossible.
-    """
-    _check_ids(routing, expert_ids, num_experts, expert_offset)
+    """Return the pairs of a layer for checked arguments: see `align_experts`."""
     beyond = routing.num_slots * num_experts  # not below any key of a pair that counts
     ids = expert_ids.long()
     local_ids = ids - expert_offset if expert_offset else ids
@@ -184,24 +165,3 @@ def _bounds(pair_keys: Tensor, beyond: int) -> tuple[Tensor, Tensor]:
     indptr = torch.searchsorted(pair_groups, wanted)
     group_keys = pair_keys.new_zeros(num_groups + 1).scatter_(0, pair_groups, pair_keys)
     return indptr, group_keys[:num_groups]
-
-
-def _check_ids(routing: Routing, expert_ids: Tensor, num_experts: int, expert_offset: int) -> None:
-    if expert_ids.ndim != 2 or expert_ids.shape[0] != routing.num_tokens:  # noqa: PLR2004 - [T, K]
-        raise UnsupportedShapeError(
-            f"align_experts: expert_ids is {list(expert_ids.shape)}, "
-            f"expected [{routing.num_tokens}, K]"
-        )
-    if expert_ids.dtype not in (torch.int64, torch.int32):
-        raise KernelArgumentError(
-            f"align_experts: expert_ids is {expert_ids.dtype}, expected int64 or int32"
-        )
-    if expert_ids.shape[1] < 1 or num_experts < 1 or expert_offset < 0:
-        raise KernelArgumentError(
-            f"align_experts: K={expert_ids.shape[1]}, num_experts={num_experts}, "
-            f"expert_offset={expert_offset}, expected at least one expert from 0 on"
-        )
-    if expert_ids.device != routing.device:
-        raise KernelArgumentError(
-            f"align_experts: expert_ids is on {expert_ids.device}, routing on {routing.device}"
-        )

@@ -41,7 +41,7 @@ _STEP = (
     "Tensor[] weights, int[] out_features, Tensor[] routing, int num_slots, int padded_tile, "
     "str backend, bool batch_invariant"
 )
-_MEMO = "_lora_kernels_memo"
+MEMO = "_lora_kernels_memo"
 """Attribute of a list's first tensor: the object that was put together, for the next layers."""
 
 
@@ -56,6 +56,17 @@ def step_arguments(
     factors = [weights.a_storage, weights.b_storage, weights.slot_table]
     if weights.affine is not None:
         factors.append(weights.affine)
+    return (
+        factors,
+        list(weights.out_features),
+        *routing_arguments(routing),
+        backend.value,
+        batch_invariant,
+    )
+
+
+def routing_arguments(routing: Routing) -> tuple[list[Tensor], int, int]:
+    """Return what the registered operators take for a routing: see `rebuild_routing`."""
     entries = [
         routing.token_extent,
         routing.token_idx,
@@ -65,15 +76,16 @@ def step_arguments(
     ]
     if routing.device_tables is not None:
         entries.extend(routing.device_tables.tensors())
-    return (
-        factors,
-        list(weights.out_features),
-        entries,
-        routing.num_slots,
-        routing.tile if routing.is_padded else 0,
-        backend.value,
-        batch_invariant,
-    )
+    return entries, routing.num_slots, routing.tile if routing.is_padded else 0
+
+
+def rebuild_routing(
+    entries: list[Tensor], num_slots: int, padded_tile: int, *, for_kernels: bool
+) -> Routing:
+    """Put a routing together again: for kernels without waiting for a device, else for loops."""
+    if for_kernels:
+        return _routing_for_kernels(entries, num_slots, padded_tile)
+    return _routing_for_host(entries, num_slots)
 
 
 def _unpack(step: tuple[Any, ...]) -> tuple[StackedWeights, Routing, dict[str, Any]]:
@@ -82,20 +94,19 @@ def _unpack(step: tuple[Any, ...]) -> tuple[StackedWeights, Routing, dict[str, A
     backend = Backend(name)
     how = {"backend": backend, "batch_invariant": batch_invariant}
     weights = _rebuild_weights(factors, out_features, needs_host=backend is not Backend.TRITON)
-    if backend is Backend.TRITON:
-        return weights, _routing_for_kernels(entries, num_slots, padded_tile), how
-    return weights, _routing_for_host(entries, num_slots), how
+    for_kernels = backend is Backend.TRITON
+    return weights, rebuild_routing(entries, num_slots, padded_tile, for_kernels=for_kernels), how
 
 
 def _rebuild_weights(
     factors: list[Tensor], out_features: list[int], *, needs_host: bool
 ) -> StackedWeights:
     a_storage, b_storage, slot_table, *affine = factors
-    weights: StackedWeights | None = getattr(a_storage, _MEMO, None)
-    if weights is None or not _are_same([weights.b_storage], [b_storage]):
+    weights: StackedWeights | None = getattr(a_storage, MEMO, None)
+    if weights is None or not are_same([weights.b_storage], [b_storage]):
         # Of detached tensors: a tensor that held itself would outlive its last user.
         weights = StackedWeights(a_storage.detach(), b_storage.detach(), out_features)
-        setattr(a_storage, _MEMO, weights)
+        setattr(a_storage, MEMO, weights)
     weights.slot_table = slot_table
     weights.affine = affine[0] if affine else None
     if needs_host:
@@ -108,8 +119,8 @@ def _rebuild_weights(
 
 def _routing_for_host(entries: list[Tensor], num_slots: int) -> Routing:
     extent, token_idx = entries[:2]
-    made: tuple[list[Tensor], Routing] | None = getattr(token_idx, _MEMO, None)
-    if made is not None and _are_same(made[0], entries) and made[1].num_slots == num_slots:
+    made: tuple[list[Tensor], Routing] | None = getattr(token_idx, MEMO, None)
+    if made is not None and are_same(made[0], entries) and made[1].num_slots == num_slots:
         return made[1]
     kept = [tensor.detach() for tensor in entries]
     routing = routing_of_sorted(
@@ -118,7 +129,7 @@ def _routing_for_host(entries: list[Tensor], num_slots: int) -> Routing:
         num_slots=num_slots,
         device=token_idx.device,
     )
-    setattr(token_idx, _MEMO, (kept, routing))
+    setattr(token_idx, MEMO, (kept, routing))
     return routing
 
 
@@ -145,7 +156,7 @@ def _routing_for_kernels(entries: list[Tensor], num_slots: int, padded_tile: int
     )
 
 
-def _are_same(kept: list[Tensor], given: list[Tensor]) -> bool:
+def are_same(kept: list[Tensor], given: list[Tensor]) -> bool:
     """Return whether tensors that are kept, so that nothing else has their memory, are given."""
     pairs = zip(kept, given, strict=False)
     return all(a.data_ptr() == b.data_ptr() and a.shape == b.shape for a, b in pairs)
@@ -201,19 +212,18 @@ def _nothing(*arguments: object) -> None:
     """Of an operator that writes in place there is nothing to say."""
 
 
-def _register(
-    name: str, schema: str, run: Callable[..., Tensor | None], fake: Callable[..., Tensor | None]
-) -> None:
+def register(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Register an operator with its schema, implementation and fake function."""
     tags = (torch.Tag.pt2_compliant_tag,)
     _LIBRARY.define(f"{name}{schema}", tags=tags)  # type: ignore[no-untyped-call]
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
 
 
-_register("shrink", f"(Tensor x, {_STEP}) -> Tensor", _shrink, _shrink_fake)
-_register("expand_", f"(Tensor(a!) y, Tensor v, {_STEP}) -> ()", _expand_, _nothing)
-_register("apply_lora_", f"(Tensor(a!) y, Tensor x, {_STEP}) -> ()", _apply_lora_, _nothing)
-_register(
+register("shrink", f"(Tensor x, {_STEP}) -> Tensor", _shrink, _shrink_fake)
+register("expand_", f"(Tensor(a!) y, Tensor v, {_STEP}) -> ()", _expand_, _nothing)
+register("apply_lora_", f"(Tensor(a!) y, Tensor x, {_STEP}) -> ()", _apply_lora_, _nothing)
+register(
     "embedding_lora_",
     f"(Tensor(a!) y, Tensor token_ids, {_STEP}) -> ()",
     _embedding_lora_,

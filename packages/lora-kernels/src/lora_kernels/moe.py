@@ -1,6 +1,6 @@
-"""moe_lora_: formula, checks, and the choice of the backend.
+"""align_experts and moe_lora_: LoRA over the experts of a mixture; formula, checks, dispatch.
 
-For inference: no gradient flows through the operator.
+For inference: no gradient flows through the operators.
 
 Letters: `T` tokens, `K` experts per token, `X` experts, `N` slots, `I` in, `O` out, `P` slices.
 """
@@ -11,19 +11,55 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lora_kernels._aten import moe as aten
+from lora_kernels import dispatch, library, library_experts
 from lora_kernels.backend import Backend
-from lora_kernels.checks import FLOATS, check_backend
-from lora_kernels.errors import KernelArgumentError, UnsupportedShapeError
-from lora_kernels.reference import moe as reference
+from lora_kernels.checks import check_backend
+from lora_kernels.expert_checks import check_expert_ids, check_experts, check_tensors
+from lora_kernels.expert_routing import ExpertRouting, sort_pairs
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lora_kernels.expert_routing import ExpertRouting
     from lora_kernels.expert_weights import ExpertWeights
+    from lora_kernels.routing import Routing
 
-_OP = "moe_lora_"
+
+def align_experts(
+    routing: Routing, expert_ids: Tensor, *, num_experts: int, expert_offset: int = 0
+) -> ExpertRouting:
+    """Sort the chosen experts of a step's adapter tokens by slot and expert.
+
+    Tokens without entry have no pairs. An id outside `expert_offset..expert_offset + X - 1` has
+    none either: its expert lives in another process (expert parallel), or the router marked the
+    choice as empty. Nothing here waits for a device.
+
+    Args:
+        routing: the step's entries.
+        expert_ids: the router's choice, `[T, K]` int64 or int32, global numbers.
+        num_experts: `X`, experts held here.
+        expert_offset: global number of the first of them.
+
+    Raises:
+        UnsupportedShapeError: `expert_ids` is not `[T, K]`.
+        KernelArgumentError: the ids are not integers or on another device, or a number of experts
+            or an offset is impossible.
+    """
+    if torch.compiler.is_compiling():
+        pairs = torch.ops.lora_kernels.align_experts(
+            expert_ids, *library.routing_arguments(routing), num_experts, expert_offset
+        )
+        return ExpertRouting(
+            pair_idx=pairs[0],
+            pair_keys=pairs[1],
+            pair_rows=pairs[2],
+            scales=pairs[3],
+            local_ids=pairs[4],
+            routing=routing,
+            num_experts=num_experts,
+            num_choices=expert_ids.shape[1],
+        )
+    check_expert_ids(routing, expert_ids, num_experts, expert_offset)
+    return sort_pairs(routing, expert_ids, num_experts=num_experts, expert_offset=expert_offset)
 
 
 def moe_lora_(
@@ -64,59 +100,13 @@ def moe_lora_(
         KernelArgumentError: slots, experts, dtypes or devices do not fit together.
         BackendUnavailableError: the backend cannot run where the tensors are.
     """
-    _check_pairing(expert_routing, weights)
-    check_backend(_OP, expert_routing.routing, backend)
-    _check_tensors(y, x, router_weights, weights, expert_routing)
+    if torch.compiler.is_compiling():
+        layer = library_experts.layer_arguments(weights, expert_routing, backend)
+        torch.ops.lora_kernels.moe_lora_(y, x, router_weights, *layer)
+        return y
+    check_experts(expert_routing, weights)
+    check_backend("moe_lora_", expert_routing.routing, backend)
+    check_tensors(y, x, router_weights, weights, expert_routing)
     if expert_routing.routing.is_empty:
         return y
-    with torch.no_grad():
-        if backend is Backend.REFERENCE:
-            return reference.moe_lora_(y, x, weights, expert_routing, router_weights)
-        if backend is Backend.ATEN:
-            return aten.moe_lora_(y, x, weights, expert_routing, router_weights)
-        from lora_kernels._triton import moe as triton_moe
-
-        return triton_moe.moe_lora_(y, x, weights, expert_routing, router_weights)
-
-
-def _check_pairing(expert_routing: ExpertRouting, weights: ExpertWeights) -> None:
-    found = (expert_routing.num_slots, expert_routing.num_experts)
-    expected = (weights.num_slots, weights.num_experts)
-    if found != expected:
-        raise KernelArgumentError(
-            f"{_OP}: expert routing is for {found[0]} slots and {found[1]} experts, weights have "
-            f"{expected[0]} and {expected[1]}"
-        )
-    if expert_routing.device != weights.device:
-        raise KernelArgumentError(
-            f"{_OP}: expert routing is on {expert_routing.device}, weights are on {weights.device}"
-        )
-
-
-def _check_tensors(
-    y: Tensor,
-    x: Tensor,
-    router_weights: Tensor | None,
-    weights: ExpertWeights,
-    expert_routing: ExpertRouting,
-) -> None:
-    num_tokens, num_choices = expert_routing.local_ids.shape
-    num_rows, width = num_tokens * num_choices, weights.in_features
-    _check_rows("y", y, [[num_rows, weights.total_out_features]], weights)
-    _check_rows("x", x, [[num_tokens, width], [num_rows, width]], weights)
-    if router_weights is not None:
-        _check_rows("router_weights", router_weights, [[num_tokens, num_choices]], weights)
-
-
-def _check_rows(name: str, tensor: Tensor, shapes: list[list[int]], weights: ExpertWeights) -> None:
-    if list(tensor.shape) not in shapes:
-        expected = " or ".join(str(shape) for shape in shapes)
-        raise UnsupportedShapeError(f"{_OP}: {name} is {list(tensor.shape)}, expected {expected}")
-    if tensor.dtype not in FLOATS:
-        raise KernelArgumentError(
-            f"{_OP}: {name} is {tensor.dtype}, expected float32, float16 or bfloat16"
-        )
-    if tensor.device != weights.device:
-        raise KernelArgumentError(
-            f"{_OP}: {name} is on {tensor.device}, weights on {weights.device}"
-        )
+    return dispatch.moe_lora_(y, x, weights, expert_routing, router_weights, backend=backend)
