@@ -207,7 +207,8 @@ def mutate_tensors(path: Path, rng: random.Random) -> None:
             case _:
                 start, end = entry["data_offsets"]
                 pattern = rng.choice([b"\x00" * 4, b"\xff" * 4, b"\x00\x00\x80\x7f"])
-                data = data[:start] + pattern * ((end - start) // 4) + data[end:]
+                count = min(end - start, len(data)) // 4
+                data = data[:start] + pattern * count + data[end:]
     text = json.dumps(header).encode(errors="surrogatepass")
     path.write_bytes(struct.pack("<Q", len(text)) + text + data)
 

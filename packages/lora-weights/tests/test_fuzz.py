@@ -76,6 +76,22 @@ def test_a_token_that_no_vocabulary_can_have_is_refused(
     assert ProblemCode.INVALID_FIELD in [problem.code for problem in report.problems]
 
 
+@pytest.mark.parametrize("rank", [2**31, 10**400])
+@pytest.mark.parametrize("field", ["r", "rank_pattern"])
+@pytest.mark.parametrize("use_rslora", [False, True])
+def test_a_rank_that_no_float_can_hold_is_refused(
+    program: ModuleType, tmp_path: Path, field: str, rank: int, use_rslora: bool
+) -> None:
+    folder = program.seeds(tmp_path)[0]
+    config = json.loads((folder / "adapter_config.json").read_text())
+    config |= {field: rank if field == "r" else {"q_proj": rank}, "use_rslora": use_rslora}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+
+    report = inspect_adapter(folder)
+
+    assert ProblemCode.INVALID_FIELD in [problem.code for problem in report.problems]
+
+
 def _raise(*_: Any, **__: Any) -> Any:
     raise KeyError("found")
 

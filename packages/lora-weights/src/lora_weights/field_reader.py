@@ -15,6 +15,9 @@ from lora_weights.scaling import MAX_EXPRESSIONS, is_plain_path, pattern_fault
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+MAX_RANK = 2**31 - 1
+"""Largest rank a configuration may name; beyond it, arithmetic with floats would fail."""
+
 MAX_TOKEN_ID = 2**31 - 1
 """Largest token id accepted: what engines and tokenizers can hold."""
 
@@ -45,7 +48,7 @@ def _initialisation_advice(value: object) -> str:
 
 
 def _is_rank(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_RANK
 
 
 def _is_number(value: object) -> TypeGuard[int | float]:
