@@ -233,9 +233,11 @@ class Storm:
             reply = await self._load(client, name, new, load_inplace=True, expected_digest=expected)
             if reply.status_code != (409 if is_stale else 200):
                 self.problems.append(f"update of {name}: {reply.status_code} {reply.text}")
-            if not is_stale:
+            elif not is_stale:
                 self._version[name] = new
-                self._pinned.discard(name)
+                # Equal content is the same version, whose pin stays.
+                if not reply.json()["lora"]["pinned"]:
+                    self._pinned.discard(name)
 
     async def _unload_and_load(self, client: httpx.AsyncClient, chance: random.Random) -> None:
         name = self._changing(chance)
