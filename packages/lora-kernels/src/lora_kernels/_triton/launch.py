@@ -5,18 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-
-from lora_kernels.errors import BackendUnavailableError
-
-try:
-    import triton.language as tl
-    from triton.runtime.interpreter import InterpretedFunction
-except ModuleNotFoundError as missing:
-    raise BackendUnavailableError(
-        "backend triton: the package triton is not installed, expected lora-kernels[triton]"
-    ) from missing
+import triton.language as tl
+from triton.runtime.interpreter import InterpretedFunction
 
 from lora_kernels._triton.shrink import sgmv_shrink_kernel
+from lora_kernels.errors import BackendUnavailableError
 
 if TYPE_CHECKING:
     from torch import Tensor
