@@ -15,6 +15,7 @@ from lora_kernels import (
     Backend,
     ExpertWeights,
     KernelArgumentError,
+    RoutingBuffers,
     UnsupportedShapeError,
     align_experts,
     moe_lora_,
@@ -92,6 +93,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Back
     return Backend.ATEN
 
 
+@pytest.mark.parametrize("backend", [Backend.REFERENCE, Backend.ATEN])
 @pytest.mark.parametrize("popularity", Popularity)
 @pytest.mark.parametrize("num_tokens", [1, 3, 7, 67])
 @pytest.mark.parametrize(("rank", "dtype"), list(itertools.product([1, 8, 12, 64], FLOATS)))
@@ -113,6 +115,24 @@ def test_moe_equals_float64(  # noqa: PLR0917 - one parameter an axis of the gri
     )
 
     assert_exact(run(step, backend), step, dtype)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("num_tokens", [1, 7, 33])
+@pytest.mark.parametrize(("rank", "dtype"), list(itertools.product([1, 12, 64], FLOATS)))
+def test_moe_in_triton_equals_float64(
+    make_expert_step: Callable[..., Any], num_tokens: int, rank: int, dtype: torch.dtype
+) -> None:
+    step = make_expert_step(
+        entries=spread(Popularity.ZIPF, num_tokens, 5),
+        num_tokens=num_tokens,
+        ranks=[(rank, rank)] * 5,
+        in_features=37,
+        width=23,
+        dtype=dtype,
+    )
+
+    assert_exact(run(step, Backend.TRITON), step, dtype)
 
 
 @pytest.mark.parametrize(("num_experts", "num_choices"), [(1, 1), (2, 1), (7, 3), (64, 8)])
@@ -449,3 +469,40 @@ def test_a_routing_for_other_slots_or_experts_is_refused(
             KernelArgumentError, match=f"is for {found} experts, weights have 1 and 4"
         ):
             moe_lora_(step.y, step.x, step.weights, routing)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("tile", [1, 16])
+def test_a_routing_at_fixed_addresses_serves_the_experts_of_step_after_step(
+    make_expert_step: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tile: int
+) -> None:
+    from lora_kernels._triton import moe as triton_moe
+
+    monkeypatch.setattr(triton_moe, "_choose_tile", lambda expert_routing: tile)
+    buffers = RoutingBuffers.allocate(num_tokens=6, max_entries=9, num_slots=3, device="cpu")
+    view = buffers.view(num_tokens=6, max_entries=9, tile=tile)
+    steps: list[list[tuple[int, int, float]]] = [
+        [(0, 2, 0.5), (1, 1, 1.0), (4, 2, 1.0)],
+        [],
+        [(0, 0, 1.0), (0, 1, 0.5), (5, 0, 2.0)],
+    ]
+
+    for entries in steps:
+        step = make_expert_step(entries=entries, num_tokens=6, ranks=[(4,), (8,), (3,)])
+        buffers.copy_from(step.routing, into=view)
+        aligned = align_experts(view, step.expert_ids, num_experts=4)
+        result = moe_lora_(step.y.clone(), step.x, step.weights, aligned, backend=Backend.TRITON)
+
+        assert_exact(result, step, torch.float32)
+
+
+def test_a_routing_at_fixed_addresses_is_for_kernels_only(
+    make_expert_step: Callable[..., Any],
+) -> None:
+    step = make_expert_step(entries=[(0, 0, 1.0)], num_tokens=2, ranks=[(4,)])
+    buffers = RoutingBuffers.allocate(num_tokens=2, max_entries=2, num_slots=1, device="cpu")
+    view = buffers.view(num_tokens=2, max_entries=2, tile=1)
+    aligned = align_experts(view, step.expert_ids, num_experts=4)
+
+    with pytest.raises(KernelArgumentError, match="expected triton"):
+        moe_lora_(step.y, step.x, step.weights, aligned)
