@@ -37,26 +37,32 @@ PROMPT_TOKENS, OUTPUT_TOKENS = 64, 32
 LIMIT = 5.0
 
 
-async def time_to_first_token(client: httpx.AsyncClient, name: str, chance: random.Random) -> float:
-    """Send one request, read it to its end, and return when its first token came."""
+async def time_to_first_token(
+    client: httpx.AsyncClient, name: str, chance: random.Random
+) -> tuple[float, int]:
+    """Send one request and read it to its end; return when its first token came, and how many did.
+
+    Lengths differ, so that requests do not all end and begin in the same steps.
+    """
     body = {
         "model": name,
         "prompt": chance.choices(range(10, 250), k=PROMPT_TOKENS),
-        "max_tokens": OUTPUT_TOKENS,
+        "max_tokens": chance.randint(OUTPUT_TOKENS // 2, OUTPUT_TOKENS * 3 // 2),
         "temperature": 0,
         "ignore_eos": True,
         "stream": True,
     }
     start_s = time.perf_counter()
-    first_s = 0.0
+    first_s, num_tokens = 0.0, 0
     async with client.stream("POST", "/v1/completions", json=body) as reply:
         reply.raise_for_status()
         lines = cast("AsyncGenerator[str]", reply.aiter_lines())
         async with aclosing(lines):
             async for line in lines:
-                if line.startswith("data: {") and not first_s:
-                    first_s = time.perf_counter() - start_s
-    return first_s
+                if line.startswith("data: {"):
+                    num_tokens += 1
+                    first_s = first_s or time.perf_counter() - start_s
+    return first_s, num_tokens
 
 
 async def run_round(url: str, *, num_requests: int, seed: int) -> dict[str, Any]:
@@ -65,17 +71,20 @@ async def run_round(url: str, *, num_requests: int, seed: int) -> dict[str, Any]
     names = [f"a{chance.randrange(NUM_ADAPTERS)}" for _ in range(num_requests)]
     todo = iter(names)
     found: list[float] = []
+    num_tokens = 0
     async with httpx.AsyncClient(base_url=url, timeout=600) as client:
 
         async def work() -> None:
+            nonlocal num_tokens
             for name in todo:
-                seconds = await time_to_first_token(client, name, chance)
+                seconds, count = await time_to_first_token(client, name, chance)
                 found.append(seconds)
+                num_tokens += count
 
         start_s = time.perf_counter()
         await asyncio.gather(*(work() for _ in range(CONCURRENCY)))
         took_s = time.perf_counter() - start_s
-    return {"ttft_s": found, "output_tokens_per_s": num_requests * OUTPUT_TOKENS / took_s}
+    return {"ttft_s": found, "output_tokens_per_s": num_tokens / took_s}
 
 
 def summary(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
