@@ -19,10 +19,7 @@ from parity.moe import (
     NUM_EXPERTS,
     MadeAdapter,
     clone,
-    peft_adapters,
-    per_expert_adapter,
-    shared_experts_adapter,
-    shared_outer_adapter,
+    make_all,
 )
 
 from lora_layers import AdapterMismatchError, LoraModelConfig, LoraModelManager, RowRun
@@ -37,9 +34,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 TOLERANCE = 1e-4
-ALL = dict.fromkeys(("gate_proj", "up_proj", "down_proj"), (2,) * NUM_EXPERTS)
-UNEQUAL = {"gate_proj": (1, 4, 0, 2), "up_proj": (3, 0, 0, 5), "down_proj": (2, 0, 6, 1)}
-"""Ranks by expert; 0 leaves an expert alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,13 +50,7 @@ class Family:
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
     """Make each family once."""
     base = MOE_BASES[request.param]
-    folder = tmp_path_factory.mktemp("moe")
-    adapters = peft_adapters(base, folder)
-    adapters["per-expert"] = per_expert_adapter(base, folder / "per-expert", ALL, seed=1)
-    adapters["unequal"] = per_expert_adapter(base, folder / "unequal", UNEQUAL, seed=2)
-    adapters["shared-outer"] = shared_outer_adapter(base, folder / "shared-outer", seed=3)
-    if base.shared:
-        adapters["shared-experts"] = shared_experts_adapter(base, folder / "always", seed=4)
+    adapters = make_all(base, tmp_path_factory.mktemp("moe"))
     model = base.build()
     return Family(base=model, logits=run(model), adapters=adapters)
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 NUM_EXPERTS, HIDDEN, INNER = 4, 64, 24
 _SIZES: Mapping[str, Any] = {
-    "vocab_size": 96,
+    "vocab_size": 320,
     "hidden_size": HIDDEN,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -146,12 +146,26 @@ MOE_BASES: Mapping[str, MoeBase] = {
 }
 
 
+ALL: Mapping[str, Sequence[int]] = dict.fromkeys(
+    ("gate_proj", "up_proj", "down_proj"), (2,) * NUM_EXPERTS
+)
+UNEQUAL: Mapping[str, Sequence[int]] = {
+    "gate_proj": (1, 4, 0, 2),
+    "up_proj": (3, 0, 0, 5),
+    "down_proj": (2, 0, 6, 1),
+}
+"""Ranks by expert; 0 leaves an expert alone."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MadeAdapter:
     """An adapter on the disk and its answer."""
 
     folder: Path
     logits: Tensor
+    """Of the input of every measurement."""
+    model: nn.Module
+    """What gave them: PEFT's model, or the base with merged weights."""
 
 
 def peft_adapters(base: MoeBase, folder: Path) -> dict[str, MadeAdapter]:
@@ -184,7 +198,7 @@ def peft_adapters(base: MoeBase, folder: Path) -> dict[str, MadeAdapter]:
             model = peft.get_peft_model(base.build(), config).eval()
             randomise(model, seed=10 + number)
             model.save_pretrained(str(folder / name))
-        made[name] = MadeAdapter(folder=folder / name, logits=run(model))
+        made[name] = MadeAdapter(folder=folder / name, logits=run(model), model=model)
     return made
 
 
@@ -237,7 +251,7 @@ def per_expert_adapter(
         if rank
     }
     _write(folder, tensors, rank_pattern=pattern, alpha_pattern=pattern)
-    return MadeAdapter(folder=folder, logits=run(model))
+    return MadeAdapter(folder=folder, logits=run(model), model=model)
 
 
 def shared_outer_adapter(base: MoeBase, folder: Path, *, seed: int, rank: int = 3) -> MadeAdapter:
@@ -270,7 +284,7 @@ def shared_outer_adapter(base: MoeBase, folder: Path, *, seed: int, rank: int = 
             key = f"base_model.model.{path}.{name}"
             tensors[f"{key}.lora_A.weight"], tensors[f"{key}.lora_B.weight"] = a, b
     _write(folder, tensors, r=rank, lora_alpha=rank)
-    return MadeAdapter(folder=folder, logits=run(model))
+    return MadeAdapter(folder=folder, logits=run(model), model=model)
 
 
 def shared_experts_adapter(base: MoeBase, folder: Path, *, seed: int) -> MadeAdapter:
@@ -289,7 +303,7 @@ def shared_experts_adapter(base: MoeBase, folder: Path, *, seed: int) -> MadeAda
             key = f"base_model.model.{path}"
             tensors[f"{key}.lora_A.weight"], tensors[f"{key}.lora_B.weight"] = lora_a, lora_b
     _write(folder, tensors)
-    return MadeAdapter(folder=folder, logits=run(model))
+    return MadeAdapter(folder=folder, logits=run(model), model=model)
 
 
 def experts_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -334,6 +348,17 @@ def _write(folder: Path, tensors: dict[str, Tensor], **fields: Any) -> None:
     names = sorted({key.split(".lora_")[0].rpartition(".")[2] for key in tensors})
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": names, **fields}
     (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
+def make_all(base: MoeBase, folder: Path) -> dict[str, MadeAdapter]:
+    """Make one adapter of every form."""
+    adapters = peft_adapters(base, folder)
+    adapters["per-expert"] = per_expert_adapter(base, folder / "per-expert", ALL, seed=1)
+    adapters["unequal"] = per_expert_adapter(base, folder / "unequal", UNEQUAL, seed=2)
+    adapters["shared-outer"] = shared_outer_adapter(base, folder / "shared-outer", seed=3)
+    if base.shared:
+        adapters["shared-experts"] = shared_experts_adapter(base, folder / "always", seed=4)
+    return adapters
 
 
 def clone(base: nn.Module) -> nn.Module:
