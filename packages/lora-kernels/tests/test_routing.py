@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from lora_kernels import KernelArgumentError, Routing, Segment, build_routing, route_tokens
+from lora_kernels import (
+    KernelArgumentError,
+    Routing,
+    Segment,
+    build_routing,
+    route_runs,
+    route_tokens,
+)
 
 
 def test_entries_are_sorted_by_slot_and_stable_in_token_order() -> None:
@@ -169,3 +176,70 @@ def test_repr_names_what_matters() -> None:
     assert repr(route_tokens([1, None], num_slots=2)) == (
         "Routing(num_tokens=2, num_entries=1, slots=[1], num_slots=2, device='cpu')"
     )
+
+
+def test_runs_are_routed_as_their_entries_are() -> None:
+    runs = [(3, [(1, 1.0)]), (2, []), (0, [(0, 2.0)]), (2, [(2, 0.5), (0, 0.25), (2, 1.5)])]
+    token_idx = [0, 1, 2, 5, 6, 5, 6, 5, 6]
+    slots = [1, 1, 1, 2, 2, 0, 0, 2, 2]
+    scales = [1.0, 1.0, 1.0, 0.5, 0.5, 0.25, 0.25, 1.5, 1.5]
+
+    by_runs = route_runs(runs, num_slots=3)
+    by_entries = build_routing(
+        token_idx=token_idx, slots=slots, scales=scales, num_tokens=7, num_slots=3
+    )
+
+    assert by_runs.num_tokens == 7
+    assert by_runs.segments == by_entries.segments
+    for name in ("token_idx", "scales", "seg_indptr", "seg_slots"):
+        assert torch.equal(getattr(by_runs, name), getattr(by_entries, name))
+
+
+@pytest.mark.parametrize("runs", [[], [(0, [])], [(4, [])], [(0, [(1, 1.0)])]])
+def test_runs_without_entries_are_an_empty_routing(
+    runs: list[tuple[int, list[tuple[int, float]]]],
+) -> None:
+    routing = route_runs(runs, num_slots=2)
+
+    assert routing.is_empty
+    assert routing.num_tokens == sum(length for length, _ in runs)
+
+
+def test_wrong_runs_are_refused() -> None:
+    with pytest.raises(KernelArgumentError, match="a run has -1 tokens"):
+        route_runs([(-1, [])], num_slots=2)
+    with pytest.raises(KernelArgumentError, match=r"slots holds 2, expected 0\.\.1"):
+        route_runs([(1, [(2, 1.0)])], num_slots=2)
+    with pytest.raises(KernelArgumentError, match="expected finite"):
+        route_runs([(1, [(0, float("nan"))])], num_slots=2)
+
+
+def test_a_negative_slot_is_refused_and_not_taken_for_the_base() -> None:
+    with pytest.raises(KernelArgumentError, match=r"slots holds -1, expected 0\.\.1"):
+        route_tokens([0, -1], num_slots=2)
+
+
+def test_slots_that_are_scaled_or_share_a_token_are_known() -> None:
+    routing = build_routing(
+        token_idx=[0, 1, 1, 2, 3],
+        slots=[0, 1, 2, 3, 4],
+        scales=[1.0, 1.0, 1.0, 0.5, 1.0],
+        num_tokens=4,
+        num_slots=5,
+    )
+
+    assert routing.mixed_slots == {1, 2, 3}
+    assert routing.has_repeated_tokens
+    assert route_tokens([0, 1, 0], num_slots=2).mixed_slots == frozenset()
+
+
+def test_sorted_entries_whose_tokens_fall_within_a_segment_are_refused() -> None:
+    with pytest.raises(KernelArgumentError, match=r"token_idx falls at entries \[2\]"):
+        Routing.from_segments(
+            token_idx=torch.tensor([1, 3, 2, 4]),
+            scales=torch.ones(4),
+            seg_indptr=torch.tensor([0, 4]),
+            seg_slots=torch.tensor([0]),
+            num_tokens=5,
+            num_slots=1,
+        )

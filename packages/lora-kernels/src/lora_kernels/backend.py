@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Backend(StrEnum):
@@ -19,3 +24,9 @@ class Backend(StrEnum):
 
     TRITON = "triton"
     """Kernels for CUDA and ROCm, from the extra `triton`; also in Triton's interpreter."""
+
+    @classmethod
+    def for_device(cls, device: torch.device) -> Self:
+        """Return the fastest backend that can run on a device, as far as it is installed."""
+        has_kernels = device.type == "cuda" and find_spec("triton") is not None
+        return cls(cls.TRITON if has_kernels else cls.ATEN)
