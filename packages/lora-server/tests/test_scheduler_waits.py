@@ -152,29 +152,6 @@ def test_s10_twice_as_many_hot_adapters_as_slots_wait_at_most_five_times_as_long
     assert scarce <= 5 * enough
 
 
-def test_the_adapter_with_most_tokens_admits_nothing_new_while_another_waits() -> None:
-    gate = Gate(2, "abc")
-    bench = Bench(gate=gate, wait=100.0, budget=16, seqs=32, blocks=512)
-    greedy = [bench.add((1, 2, 3), 30, "a") for _ in range(4)]
-    bench.add((1, 2, 3), 200, "b")
-    for _ in range(10):
-        bench.step()
-    cold = bench.add((4, 5), 1, "c")
-    late = bench.add((1, 2, 3), 1, "a")
-    modest = bench.add((1, 2, 3), 1, "b")
-
-    bench.step()
-    assert late in bench.scheduler.waiting
-    assert modest.is_finished
-    while not all(s.is_finished for s in greedy):
-        assert not cold.is_finished
-        bench.step()
-    bench.step()
-
-    assert cold.is_finished
-    assert bench.scheduler.num_preemptions == 0
-
-
 def test_a_saturated_step_is_shared_between_adapters_not_between_requests() -> None:
     bench = Bench(gate=Gate(2, "ab"), budget=8, seqs=8, blocks=512, prefixes=False)
     for _ in range(60):

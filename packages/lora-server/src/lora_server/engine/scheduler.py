@@ -4,8 +4,7 @@ Running sequences come first; what is left of the token budget admits waiting on
 the adapter that had fewest tokens goes first, and within it who waited longest for a turn, or came
 first. A sequence that is short of KV blocks takes them from the latest arrival, which starts over
 later (preemption by recomputation). A waiting request whose adapters do not fit is passed over,
-never waited for: adapters that had more than their share admit nothing new meanwhile, and after
-`max_adapter_wait_s` the one that has held its slot longest makes room.
+never waited for; after `max_adapter_wait_s` the adapter that has held its slot longest makes room.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 from .fairness import TokenShares
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable
 
     from lora_cache import Lease
 
@@ -121,8 +120,8 @@ class Scheduler:
         """Prompt tokens that were looked up in the prefix cache."""
         self.prefix_hits = 0
         """Prompt tokens that were found there."""
-        self._draining: set[str] = set()
-        """Adapters whose slots others wait for; they admit nothing new."""
+        self._draining: str | None = None
+        """The adapter whose slot an overdue request waits for; it admits nothing new."""
         self._shares = TokenShares(max_credit=_CREDIT_STEPS * limits.max_num_batched_tokens)
         self._num_steps = 0
         self._num_arrivals = 0
@@ -192,13 +191,9 @@ class Scheduler:
     def schedule(self) -> list[ScheduledChunk]:
         """Choose the next step's tokens; empty when nothing can run now."""
         self._num_steps += 1
-        self._draining.clear()
         self._note_runnable()
         self._shares.settle(s.adapter_digests for s in (*self.running, *self.waiting))
-        blocked = self._blocked()
-        overdue = self._make_room_for_overdue(blocked)
-        # Room that was made for one may be room for others too.
-        self._spare_slots_for(blocked if overdue is None else self._blocked())
+        overdue = self._make_room_for_overdue()
         self._serve_claims()
         first = [s for s in self.waiting if s is overdue or _is_promised(s)]
         preemptions_before = self.num_preemptions
@@ -220,7 +215,7 @@ class Scheduler:
             if user.runnable_since_s is None and self._adapters.is_runnable(user):
                 user.runnable_since_s = now
 
-    def _make_room_for_overdue(self, blocked: Sequence[SlotUser]) -> SlotUser | None:
+    def _make_room_for_overdue(self) -> SlotUser | None:
         """Drain a slot for whoever has been passed over longest, if that is over the limit.
 
         The victim admits nothing new from then on, and is preempted once each of its running
@@ -230,9 +225,9 @@ class Scheduler:
         Returns:
             The overdue one when there is room for it now; it must be admitted first.
         """
-        overdue = next(iter(blocked), None)
-        limit = self._clock() - self.limits.max_adapter_wait_s
-        if self._adapters is None or overdue is None or _runnable_since(overdue) > limit:
+        self._draining = None
+        overdue = self._overdue()
+        if overdue is None or self._adapters is None:
             return None
         while not self._adapters.can_admit(overdue):
             victim = self._longest_held(overdue.adapter_digests)
@@ -240,22 +235,26 @@ class Scheduler:
                 return None
             users = [s for s in self.running if victim in s.adapter_digests]
             if any(s.num_generated <= s.num_generated_before for s in users):
-                self._draining.add(victim)
+                self._draining = victim
                 return None
             for sequence in users:
                 self._preempt(sequence)
         return overdue
 
-    def _blocked(self) -> list[SlotUser]:
-        """Those who lack nothing but room in slots, one for each set, the longest wait first."""
+    def _overdue(self) -> SlotUser | None:
+        """The runnable one that has waited longest for slots, if over the limit."""
         gate = self._adapters
         if gate is None:
-            return []
-        first: dict[frozenset[str], SlotUser] = {}
-        for user in sorted(self._waiting_users(), key=_runnable_since):
-            if user.adapter_digests and user.lease is None and user.runnable_since_s is not None:
-                first.setdefault(user.adapter_digests, user)
-        return [u for u in first.values() if gate.is_runnable(u) and not gate.can_admit(u)]
+            return None
+        limit = self._clock() - self.limits.max_adapter_wait_s
+        late = [
+            user
+            for user in self._waiting_users()
+            if user.adapter_digests and user.lease is None and _runnable_since(user) <= limit
+        ]
+        late.sort(key=_runnable_since)
+        blocked = (u for u in late if gate.is_runnable(u) and not gate.can_admit(u))
+        return next(blocked, None)
 
     def _waiting_users(self) -> list[SlotUser]:
         return [*self.claims, *self.waiting]
@@ -269,32 +268,6 @@ class Scheduler:
                 if not self._adapters.is_pinned(digest):
                     since[digest] = min(since.get(digest, sequence.admitted_s), sequence.admitted_s)
         return min(since, key=since.__getitem__, default=None)
-
-    def _spare_slots_for(self, blocked: Sequence[SlotUser]) -> None:
-        """Let adapters that are ahead of blocked ones admit nothing new, so that slots come free.
-
-        For each blocked adapter the one that had most tokens stops, if it had more by a step's
-        tokens. What runs goes on: nobody is preempted before the limit of the wait.
-        """
-        if self._adapters is None or not blocked:
-            return
-        wanted = {digest for user in blocked for digest in user.adapter_digests}
-        held = {digest for s in self.running for digest in s.adapter_digests} - wanted
-        ahead = [
-            (self._shares.level(frozenset((digest,))), digest)
-            for digest in held
-            if not self._adapters.is_pinned(digest)
-        ]
-        ahead.sort()
-        levels = [
-            self._shares.level(user.adapter_digests)
-            for user in blocked
-            for _ in user.adapter_digests
-        ]
-        for level in sorted(levels):
-            if not ahead or ahead[-1][0] <= level + self.limits.max_num_batched_tokens:
-                return
-            self._draining.add(ahead.pop()[1])
 
     def _serve_claims(self) -> None:
         """Give the claims the slots there are, and let those that have theirs do their work."""
@@ -382,7 +355,7 @@ class Scheduler:
         if self._adapters is None or not sequence.adapter_digests:
             return True
         if sequence.lease is None:
-            if not self._draining.isdisjoint(sequence.adapter_digests):
+            if self._draining in sequence.adapter_digests:
                 return False
             if not self._adapters.is_runnable(sequence) or not self._adapters.can_admit(sequence):
                 return False
