@@ -29,6 +29,9 @@ class Costs:
     elementwise: float
     """One elementwise call, whatever its size (not per thousand)."""
 
+    other_code: float
+    """Running other code than bags (not per thousand), which nobody has brought into the cache."""
+
     weight: float
     """Weight elements read."""
 
@@ -94,6 +97,7 @@ _BFLOAT16 = Costs(
     product=50,
     bag=60,
     elementwise=20,
+    other_code=60,
     weight=0.15,
     segment=40,
     shrink_mac=0.0025,
@@ -109,6 +113,7 @@ _FLOAT32 = Costs(
     product=25,
     bag=60,
     elementwise=20,
+    other_code=60,
     weight=0.3,
     segment=40,
     shrink_mac=0.0125,

@@ -121,24 +121,18 @@ def add_bags_(
 def _shrink_factors(x_TI: Tensor, weights: StackedWeights, routing: Routing, plan: Plan) -> Tensor:
     """Multiply with the first ranks of every slot at once, and with the rest of some slots.
 
-    Of the dense product, columns of slots that a token does not use are never looked at.
+    The results lie behind each other: `[T', rank, P, N]`, then `[S, rank, P]` for each tail. Of
+    the dense product, columns of slots that a token does not use are never looked at.
     """
+    parts: list[Tensor] = []
     dense_rank = plan.dense_rank
-    if routing.touched_range[1] == routing.num_tokens:
-        x_UI = x_TI
-    else:
-        x_UI = x_TI.narrow(0, *routing.touched_range)
-    dense_CI = weights.first_ranks(dense_rank)[0]
-    if not plan.tails:
-        return linear(x_UI, dense_CI)
-    factors = x_TI.new_empty(plan.num_factors)
     if dense_rank:
-        out = factors[: plan.tails[0].offset].view(x_UI.shape[0], -1)
-        torch.mm(x_UI, dense_CI.t(), out=out)
+        x_UI = x_TI
+        if routing.touched_range[1] < routing.num_tokens:
+            x_UI = x_TI.narrow(0, *routing.touched_range)
+        parts.append(linear(x_UI, weights.first_ranks(dense_rank)[0]).view(-1))
     for tail in plan.tails:
         x_SI = take_rows(x_TI, tail.segment, routing)
-        a_CI = weights.a_storage[dense_rank : tail.rank, :, tail.segment.slot].flatten(0, 1)
-        size = x_SI.shape[0] * a_CI.shape[0]
-        out = factors[tail.offset : tail.offset + size].view(x_SI.shape[0], -1)
-        torch.mm(x_SI, a_CI.t(), out=out)
-    return factors
+        a_CI = weights.slot_factors(tail.segment.slot, tail.rank)[0]
+        parts.append(linear(x_SI, a_CI[dense_rank * weights.num_slices :]).view(-1))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

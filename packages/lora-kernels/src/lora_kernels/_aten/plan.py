@@ -76,9 +76,6 @@ class Plan:
 
     tails: tuple[Tail, ...] = ()
 
-    num_factors: int = 0
-    """Elements of the dense result and the tails together."""
-
     bags: Bags | None = None
     """Left out unless the way is `BAGS` and some slice is present."""
 
@@ -200,7 +197,8 @@ def _bag_cost(
 def _dense_cost(rank: int, costs: Costs, weights: StackedWeights, routing: Routing) -> float:
     rows, num_slices = routing.touched_tokens.shape[0], weights.num_slices
     num_ranks = rank * num_slices * weights.num_slots
-    total = costs.shrink(rows, num_ranks, weights.in_features) + costs.multiply(rows * num_ranks)
+    total = costs.other_code + costs.multiply(rows * num_ranks)
+    total += costs.shrink(rows, num_ranks, weights.in_features)
     if num_slices > 1:
         total += costs.multiply(num_ranks * weights.total_out_features)
     return total + costs.expand(rows, num_ranks, weights.total_out_features)
@@ -239,7 +237,6 @@ def _plan_bags(
         plan,
         dense_rank=dense_rank,
         tails=tuple(tails),
-        num_factors=offset,
         bags=bags,
         take=place,
         scales=None if routing.has_unit_scales else routing.scales[bags.entry],
