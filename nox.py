@@ -20,12 +20,13 @@ os.environ.setdefault("PYTHONSAFEPATH", "1")
 nox.needs_version = ">=2026.4"
 nox.options.error_on_external_run = True
 nox.options.default_venv_backend = "none"
-nox.options.sessions = ["lint", "imports", "types", "unit", "build", "integration"]
+nox.options.sessions = ["lint", "imports", "types", "unit", "triton", "build", "integration"]
 
 ROOT = Path(__file__).parent
 PACKAGES = ["lora-weights", "lora-kernels", "lora-cache", "lora-layers", "lora-server"]
 LIGHT = {"lora-cache"}
-EXTRAS = {"lora-server": ["demo"]}  # what a package's tests need of its own optional parts
+# What a package's tests need of its own optional parts.
+EXTRAS = {"lora-server": ["demo"], "lora-weights": ["remote", "hub"], "lora-kernels": ["bench"]}
 ENVIRONMENTS = ROOT / ".nox" / "environments"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
@@ -38,6 +39,26 @@ def _uv_run(
     if environment is not None:
         env["UV_PROJECT_ENVIRONMENT"] = str(ENVIRONMENTS / environment)
     session.run("uv", "run", "--frozen", *arguments, env=env, external=True)
+
+
+def _run_in_package(
+    session: nox.Session,
+    package: str,
+    *arguments: str,
+    takes_posargs: bool = True,
+    **variables: str,
+) -> None:
+    """Run a command with nothing installed but what one package declares."""
+    environment = "light-tests" if package in LIGHT else "shared"
+    extras = [argument for extra in EXTRAS.get(package, []) for argument in ("--extra", extra)]
+    _uv_run(
+        session,
+        *("--exact", "--package", package, "--no-default-groups", "--group", "test", *extras),
+        *arguments,
+        *(session.posargs if takes_posargs else ()),
+        environment=environment,
+        **variables,
+    )
 
 
 @nox.session
@@ -81,14 +102,30 @@ def types(session: nox.Session) -> None:
 @nox.parametrize("package", PACKAGES, ids=PACKAGES)
 def unit(session: nox.Session, package: str) -> None:
     """Run one package's tests with nothing installed but what it declares."""
-    environment = "light-tests" if package in LIGHT else "shared"
-    extras = [argument for extra in EXTRAS.get(package, []) for argument in ("--extra", extra)]
-    _uv_run(
-        session,
-        *("--exact", "--package", package, "--no-default-groups", "--group", "test", *extras),
-        *("pytest", f"packages/{package}/tests", *session.posargs),
-        environment=environment,
-    )
+    _run_in_package(session, package, "pytest", f"packages/{package}/tests")
+
+
+@nox.session
+def triton(session: nox.Session) -> None:
+    """Run the Triton kernels in Triton's interpreter, and compile each for NVIDIA GPUs."""
+    tests = ("pytest", "packages/lora-kernels/tests")
+    _run_in_package(session, "lora-kernels", *tests, "-m", "triton", TRITON_INTERPRET="1")
+    _run_in_package(session, "lora-kernels", *tests, "-m", "ptx")
+
+
+@nox.session
+def fuzz(session: nox.Session) -> None:
+    """Show broken adapters to the doctor: 20,000 of them, or as many as `--count` says."""
+    program = ("python", "packages/lora-weights/tests/fuzz_inspect.py")
+    arguments = session.posargs or ["--count", "20000", "--seed", "1"]
+    _run_in_package(session, "lora-weights", *program, *arguments, takes_posargs=False)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Measure the operators; arguments are those of `python -m lora_kernels.bench`."""
+    arguments = session.posargs or ["--quick"]
+    _uv_run(session, "python", "-m", "lora_kernels.bench", *arguments)
 
 
 @nox.session
