@@ -46,7 +46,8 @@ class ExpertRouting:
     """Factor of each sorted pair's entry, `[M]` float32."""
 
     local_ids: Tensor
-    """The router's choice in `0..X-1`, `[T, K]` int64; `N * X` where the expert is not here."""
+    """The router's choice in `0..X-1`, or `N * X` where the expert is not here, `[T, K]` int64,
+    contiguous."""
 
     routing: Routing
     """The entries of the step."""
@@ -100,7 +101,7 @@ def sort_pairs(
 ) -> ExpertRouting:
     """Return the pairs of a layer for checked arguments: see `align_experts`."""
     beyond = routing.num_slots * num_experts  # not below any key of a pair that counts
-    ids = expert_ids.long()
+    ids = expert_ids.long().contiguous()  # kernels index the rows of `local_ids`
     local_ids = ids - expert_offset if expert_offset else ids
     is_remote = local_ids.clamp(0, num_experts - 1) != local_ids
     local_ids = local_ids.masked_fill(is_remote, beyond)

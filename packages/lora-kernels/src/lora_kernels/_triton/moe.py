@@ -148,7 +148,7 @@ def _expand_(
     )
     router_TK = expert_routing.scales  # never read without HAS_ROUTER
     if router_weights_TK is not None:
-        router_TK = router_weights_TK.float().flatten()
+        router_TK = router_weights_TK.float().contiguous()
     options = {
         "HAS_ROUTER": router_weights_TK is not None,
         "BLOCK_R": tile.block_r,
