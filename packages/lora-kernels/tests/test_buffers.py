@@ -71,8 +71,13 @@ def test_cleared_buffers_are_all_padding() -> None:
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("tile", [ROW_TILE, SMALL_TILE, LARGE_TILE])
-@pytest.mark.parametrize("num_tokens", [*range(1, CAPTURED + 1)])
+@pytest.mark.parametrize(
+    ("tile", "num_tokens"),
+    [
+        *((ROW_TILE, n) for n in range(1, CAPTURED + 1)),
+        *((tile, n) for tile in (SMALL_TILE, LARGE_TILE) for n in (1, 5, CAPTURED)),
+    ],
+)
 def test_a_padded_step_is_the_step_itself(step: Any, tile: int, num_tokens: int) -> None:
     """C57: sizes around the captured one, adapter steps and base steps in turn."""
     buffers = allocate()

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 RANKS = [(8, 3), (16, 16), (1, 0), (5, 8), (0, 0)]
 DTYPES = (torch.float32, torch.bfloat16)
-NUM_TOKENS = 70
+NUM_TOKENS = 45
 
 
 def sets_of(num_tokens: int) -> list[list[tuple[int, float]]]:
@@ -58,7 +58,7 @@ def step(request: pytest.FixtureRequest, make_step: Callable[..., Any]) -> Any:
         num_tokens=NUM_TOKENS,
         ranks=RANKS,
         max_rank=16,
-        in_features=2100,  # enough columns for shrink to split them
+        in_features=1100,  # enough columns for shrink to split them
         widths=(72, 9),
         dtype=request.param,
     )
@@ -83,7 +83,7 @@ def apply(step: Any, backend: Backend, rows: Sequence[int], *, in_two: bool = Fa
 def test_a_row_has_the_same_bits_alone_and_in_any_company(step: Any, backend: Backend) -> None:
     together = apply(step, backend, range(NUM_TOKENS))
 
-    for rows in ([0], [3], [6, 5], [12, 3, 0], [*range(20, 37)], [*range(5, 64)]):
+    for rows in ([0], [3], [6, 5], [12, 3, 0], [*range(20, 37)], [*range(5, 42)]):
         assert torch.equal(apply(step, backend, rows), together[rows])
 
 
