@@ -110,12 +110,19 @@ class PoolingText:
 
 
 def _shares(lengths: Sequence[int], room: int) -> list[int]:
-    """Return how much of each part stays: the longest loses first, so that both end up equal."""
-    kept = list(lengths)
-    for i, length in enumerate(kept):
-        others = sum(kept) - length
-        kept[i] = min(length, max(room - others, room // len(kept)))
-    return kept
+    """Return how much of each part stays: the longer one loses first, as in the tokenizers library.
+
+    Args:
+        lengths: tokens of one part or two.
+        room: tokens that may stay of all.
+    """
+    if len(lengths) == 1:
+        return [room]
+    shorter = min(lengths)
+    longer = max(shorter, room - shorter)
+    if shorter + longer > room:
+        shorter, longer = room // 2, room - room // 2
+    return [longer, shorter] if lengths[0] > lengths[1] else [shorter, longer]
 
 
 def _check_unicode(text: str) -> None:
