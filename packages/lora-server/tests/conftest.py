@@ -123,6 +123,7 @@ class Card:
     pinned: bool = False
     size_bytes: int = 1024
     created_s: float = 1_700_000_000.5
+    is_linear: bool = True
 
 
 class Catalog:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -118,6 +119,21 @@ def test_a_weighted_set_adds_up_scales_and_says_what_runs(catalog: Catalog) -> N
         (LEGAL, -0.3),
     ]
     assert (selection.model, selection.metrics_label) == ("base-model", "weighted_set")
+
+
+@pytest.mark.parametrize(
+    "weighted", [[("dora", 0.5)], [("dora", 1.0), ("sql", 1.0)], [("sql", 0.3), ("dora", 0.0)]]
+)
+def test_an_adapter_that_is_not_linear_is_neither_scaled_nor_combined(
+    catalog: Catalog, weighted: list[tuple[str, float]]
+) -> None:
+    sql = catalog.by_name["sql"]
+    catalog.by_name["dora"] = replace(sql, name="dora", digest="d" * 64, is_linear=False)
+
+    with pytest.raises(InvalidRequestError, match="'dora' can neither be scaled nor combined"):
+        choose(catalog, weighted=weighted)
+
+    assert choose(catalog, weighted=[("dora", 1.0)]).adapters[0].scale == 1.0
 
 
 def test_a_set_of_one_with_scale_one_is_the_plain_adapter(catalog: Catalog) -> None:

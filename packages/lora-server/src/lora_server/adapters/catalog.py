@@ -54,6 +54,8 @@ class AdapterEntry:
     size_bytes: int
     created_s: float
     """Seconds since 1970 when this version was loaded under this name."""
+    is_linear: bool
+    """Whether it may be scaled, and be one of a weighted set."""
     labels: AdapterLabels
 
 
@@ -278,6 +280,7 @@ class AdapterCatalog:
             rank=found.rank,
             size_bytes=found.size_bytes,
             created_s=time.time(),
+            is_linear=found.prepared.is_linear,
             labels=found.labels,
         )
         self._holds[found.digest] += 1

@@ -173,6 +173,13 @@ def _weighted_selection(
     for entry, member in zip(entries, weighted, strict=True):
         # Two names may stand for the same content, which sits in one slot: the scales add up.
         scales[entry.digest] = scales.get(entry.digest, 0.0) + member.scale
+    fixed = [entry.name for entry in entries if not entry.is_linear]
+    if fixed and list(scales.values()) != [1.0]:
+        raise InvalidRequestError(
+            f"lora: {', '.join(map(repr, fixed))} can neither be scaled nor combined: a DoRA "
+            "magnitude, an output gain or a whole module is there as it is or not at all",
+            param="lora",
+        )
     is_plain = len(entries) == 1 and weighted[0].scale == 1.0
     labels = [
         _label(entry) if is_plain else f"{_label(entry)}*{member.scale:g}"

@@ -37,7 +37,7 @@ class GenerationEngine(Protocol):
         ...
 
 
-class AdapterEntry(Protocol):
+class NamedAdapter(Protocol):
     """An adapter's name and the content it stands for now."""
 
     @property
@@ -51,7 +51,16 @@ class AdapterEntry(Protocol):
         ...
 
 
-class AdapterCard(AdapterEntry, Protocol):
+class AdapterEntry(NamedAdapter, Protocol):
+    """What is known of an adapter when a request chooses it."""
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether it may be scaled, and be one of a weighted set."""
+        ...
+
+
+class AdapterCard(NamedAdapter, Protocol):
     """What is told about one adapter."""
 
     @property
