@@ -184,7 +184,8 @@ def build_world(
     tokenizer = build_tokenizer()
     config = family.config(len(tokenizer))
     config.num_labels = BASE_LABELS
-    model = _CLASSES[task].from_config(config, dtype=torch.float32)
+    create: Any = _CLASSES[task].from_config
+    model = create(config, dtype=torch.float32)
     _randomise(model, seed=1)
     model.save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")

@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -60,7 +60,7 @@ class ReadAdapter:
 
 
 class AdapterLoader:
-    """Turns folders into adapters on threads of its own."""
+    """Turns folders into adapters on threads of its own. Make it before the engine starts."""
 
     def __init__(
         self,
@@ -76,6 +76,9 @@ class AdapterLoader:
         self._threads = ThreadPoolExecutor(
             num_threads, thread_name_prefix="adapter-load", initializer=_step_back
         )
+        # Before the engine says how many threads its operators use: part of what they are told
+        # holds for the whole process, and the last word must be the engine's.
+        wait([self._threads.submit(_step_back) for _ in range(num_threads)])
 
     @property
     def threads(self) -> ThreadPoolExecutor:
