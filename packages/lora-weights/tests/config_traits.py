@@ -29,7 +29,7 @@ from lora_weights import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from torch import Tensor
 
@@ -499,6 +499,15 @@ def outcome(folder: Path, base: str) -> tuple[int, tuple[str, ...]]:
     return len(bound), ()
 
 
+def _magnitudes(base: str, names: Collection[str]) -> dict[str, tuple[int, ...]]:
+    """Return a magnitude for every module with a pair."""
+    return {
+        f"base_model.model.{path}.lora_magnitude_vector": (rows,)
+        for path, (_, rows) in BASES[base].items()
+        if path.rpartition(".")[2] in names
+    }
+
+
 def main(folder: Path) -> None:
     """Print what becomes of each configuration in `folder`, given the tensors it names."""
     for path in sorted(folder.glob("*.json")):
@@ -508,7 +517,20 @@ def main(folder: Path) -> None:
         known = {name.rpartition(".")[2] for name in named}
         bases = [b for b, sizes in BASES.items() if known & {p.rpartition(".")[2] for p in sizes}]
         base = bases[0] if bases else "llama"
-        trait = Trait(name=path.stem, config=config, base=base, modules=tuple(known), is_raw=True)
+        saved = tuple(config.get("modules_to_save") or ())
+        trait = Trait(
+            name=path.stem,
+            config=config,
+            base=base,
+            modules=tuple(known),
+            wholes=tuple(
+                p
+                for p in BASES[base]
+                if any(part.endswith(saved) for part in p.split(".")) and saved
+            ),
+            extra=_magnitudes(base, known) if config.get("use_dora") else {},
+            is_raw=True,
+        )
         with tempfile.TemporaryDirectory() as temporary:
             target = write_trait(trait, Path(temporary))
             (target / "adapter_config.json").write_bytes(path.read_bytes())
