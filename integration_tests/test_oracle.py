@@ -89,7 +89,9 @@ def test_mixed_traffic_equals_peft_for_each_adapter_alone(
     assert differences(world, first, replies[0]) == []
     assert differences(world, second, replies[1]) == []
     assert (preemptions > 0) == setting.small_kv
-    assert (hits > 0) == setting.prefix
+    # Where few blocks fit, what was kept may be gone before anybody asks for it.
+    assert setting.prefix or hits == 0
+    assert hits > 0 or not setting.prefix or setting.small_kv
 
 
 def assert_no_step_failed(server: Server) -> None:
