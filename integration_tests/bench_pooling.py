@@ -17,7 +17,7 @@ import tempfile
 import time
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import httpx
 import torch
@@ -144,12 +144,12 @@ def measure_peft(
         for name in names[1:]:
             model.load_adapter(str(adapters[name]), adapter_name=name)
     model = model.eval()
-    body = model.base_model.model.bert
+    body: Any = cast("Any", model).base_model.model.bert
 
     def embed(text: str) -> list[float]:
         hidden = body(**tokenizer(text, return_tensors="pt")).last_hidden_state[0]
-        pooled = torch.nn.functional.normalize(hidden.mean(dim=0), dim=0)
-        return pooled.tolist()  # type: ignore[no-any-return]
+        pooled: list[float] = torch.nn.functional.normalize(hidden.mean(dim=0), dim=0).tolist()
+        return pooled
 
     def classify(text: str) -> list[float]:
         return model(**tokenizer(text, return_tensors="pt")).logits[0].softmax(dim=0).tolist()  # type: ignore[no-any-return]
