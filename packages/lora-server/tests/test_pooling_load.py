@@ -82,7 +82,7 @@ def save(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> Any:
     ("kind", "config", "task"),
     [
         (BertForSequenceClassification, BERT, Task.CLASSIFY),
-        (BertForSequenceClassification, BertConfig(**SIZES, num_labels=1), Task.SCORE),
+        (BertForSequenceClassification, BertConfig(**SIZES, num_labels=1), Task.SCORE),  # type: ignore[call-arg]
         (BertForTokenClassification, BERT, Task.TOKEN_CLASSIFY),
         (BertForMaskedLM, BERT, Task.EMBED),
         (BertModel, BERT, Task.EMBED),
