@@ -18,8 +18,8 @@ import time
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
+from urllib.parse import urlsplit
 
-import httpx
 import torch
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -86,41 +86,56 @@ def make_texts(base: Path, count: int) -> list[str]:
 
 async def load(url: str, route: str, texts: Sequence[str], names: Sequence[str]) -> float:
     """Send every text, adapters in turn, and return requests per second."""
-    limits = httpx.Limits(max_connections=CONCURRENCY)
-    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
-        bodies = [
+    place = urlsplit(url)
+    bodies = iter(
+        [
             json.dumps({"model": names[i % len(names)], "input": text}).encode()
             for i, text in enumerate(texts)
         ]
-        waiting = iter(bodies)
-        headers = {"content-type": "application/json"}
+    )
 
-        async def work() -> None:
-            for body in waiting:
-                (await client.post(route, content=body, headers=headers)).raise_for_status()
+    async def work() -> None:
+        # Plain streams: a client library would take more of the two cores than the server's HTTP.
+        reader, writer = await asyncio.open_connection(place.hostname, place.port)
+        for body in bodies:
+            head = (
+                f"POST {route} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                f"Content-Length: {len(body)}\r\n\r\n"
+            )
+            writer.write(head.encode() + body)
+            reply = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+            assert reply.startswith("http/1.1 200"), reply
+            length = next(
+                int(line.partition(":")[2])
+                for line in reply.splitlines()
+                if line.startswith("content-length")
+            )
+            await reader.readexactly(length)
+        writer.close()
+        await writer.wait_closed()
 
-        start_s = time.perf_counter()
-        await asyncio.gather(*(work() for _ in range(CONCURRENCY)))
-        return len(texts) / (time.perf_counter() - start_s)
+    start_s = time.perf_counter()
+    await asyncio.gather(*(work() for _ in range(CONCURRENCY)))
+    return len(texts) / (time.perf_counter() - start_s)
 
 
 def measure_server(
-    base: Path, adapters: dict[str, Path], texts: Sequence[str], rounds: int, folder: Path
+    base: Path, adapters: dict[str, Path], texts: Sequence[str], options: argparse.Namespace
 ) -> dict[str, dict[str, list[float]]]:
     """Return requests per second by route, with the base and with the adapters, in turn."""
     modules = [f"{name}={path}" for name, path in adapters.items()]
     arguments = ["serve", str(base), "--served-model-name", BASE_NAME, "--port", "0"]
     arguments += [
         "--dtype",
-        "float32",
+        options.dtype,
         "--max-loras",
         str(NUM_ADAPTERS),
         "--lora-modules",
         *modules,
     ]
     found: dict[str, dict[str, list[float]]] = {}
-    with running(arguments, folder / "server.log") as server:
-        for number in range(rounds + 1):
+    with running(arguments, base.parent / "server.log") as server:
+        for number in range(options.rounds + 1):
             for route in ROUTES:
                 for case, names in (("base", [BASE_NAME]), ("adapters", list(adapters))):
                     rate = asyncio.run(load(server.url, route, texts, names))
@@ -132,34 +147,38 @@ def measure_server(
 
 
 def measure_peft(
-    base: Path, adapters: dict[str, Path], texts: Sequence[str], rounds: int
+    base: Path, adapters: dict[str, Path], texts: Sequence[str], options: argparse.Namespace
 ) -> dict[str, list[float]]:
     """Return requests per second of PEFT, which switches its adapter for each text."""
     tokenizer: Any = AutoTokenizer.from_pretrained(base)
-    plain: Any = AutoModelForSequenceClassification.from_pretrained(base, dtype=torch.float32)
+    plain: Any = AutoModelForSequenceClassification.from_pretrained(
+        base, dtype=getattr(torch, options.dtype)
+    )
     names = list(adapters)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT comments on several heads, which are meant
         model = PeftModel.from_pretrained(plain, str(adapters[names[0]]), adapter_name=names[0])
         for name in names[1:]:
             model.load_adapter(str(adapters[name]), adapter_name=name)
-    model = model.eval()
+    model = model.eval().to(getattr(torch, options.dtype))  # PEFT keeps adapters in float32
     body: Any = cast("Any", model).base_model.model.bert
 
     def embed(text: str) -> list[float]:
-        hidden = body(**tokenizer(text, return_tensors="pt")).last_hidden_state[0]
+        hidden = body(**tokenizer(text, return_tensors="pt")).last_hidden_state[0].float()
         pooled: list[float] = torch.nn.functional.normalize(hidden.mean(dim=0), dim=0).tolist()
         return pooled
 
     def classify(text: str) -> list[float]:
-        return model(**tokenizer(text, return_tensors="pt")).logits[0].softmax(dim=0).tolist()  # type: ignore[no-any-return]
+        return (
+            model(**tokenizer(text, return_tensors="pt")).logits[0].float().softmax(dim=0).tolist()
+        )  # type: ignore[no-any-return]
 
     answers: dict[str, Callable[[str], list[float]]] = dict(
         zip(ROUTES, (embed, classify), strict=True)
     )
     found: dict[str, list[float]] = {}
     with torch.inference_mode():
-        for number in range(rounds + 1):
+        for number in range(options.rounds + 1):
             for route, answer in answers.items():
                 start_s = time.perf_counter()
                 for i, text in enumerate(texts):
@@ -177,15 +196,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="runs of each case after the first")
     parser.add_argument("--num-texts", type=int, default=512, help="requests a run")
     parser.add_argument("--output", type=Path, help="write the figures as JSON")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         base = save_base(folder / "base")
         adapters = save_adapters(base, folder)
         texts = make_texts(base, options.num_texts)
-        served = measure_server(base, adapters, texts, options.rounds, folder)
-        peft = measure_peft(base, adapters, texts[: options.num_texts // 4], options.rounds)
-    report: dict[str, Any] = {"machine": machine(), "requests_per_s": {}}
+        served = measure_server(base, adapters, texts, options)
+        peft = measure_peft(base, adapters, texts[: options.num_texts // 4], options)
+    report: dict[str, Any] = {"machine": machine(), "dtype": options.dtype, "requests_per_s": {}}
     for route in ROUTES:
         rates = {
             "base": statistics.median(served[route]["base"]),

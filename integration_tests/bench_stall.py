@@ -72,6 +72,8 @@ async def watch_stream(client: httpx.AsyncClient, watch: Watch) -> None:
             "temperature": 0,
             "ignore_eos": True,
             "stream": True,
+            # One event a token: without them a token that ends inside a character has no event.
+            "logprobs": 1,
         }
         async with client.stream("POST", "/v1/completions", json=body) as reply:
             lines = cast("AsyncGenerator[str]", reply.aiter_lines())
