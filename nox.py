@@ -26,7 +26,13 @@ ROOT = Path(__file__).parent
 PACKAGES = ["lora-weights", "lora-kernels", "lora-cache", "lora-layers", "lora-server"]
 LIGHT = {"lora-cache"}
 # What a package's tests need of its own optional parts.
-EXTRAS = {"lora-server": ["demo"], "lora-weights": ["remote", "hub"], "lora-kernels": ["bench"]}
+EXTRAS = {
+    "lora-server": ["demo", "otel", "bench"],
+    "lora-weights": ["remote", "hub"],
+    "lora-kernels": ["bench"],
+}
+# Marks of the tests that have a session of their own, which the default run leaves out.
+LONG = ["browser", "soak", "api_fuzz"]
 ENVIRONMENTS = ROOT / ".nox" / "environments"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
@@ -154,4 +160,23 @@ def build(session: nox.Session) -> None:
 @nox.session
 def integration(session: nox.Session) -> None:
     """Run the tests that need several packages, processes or HTTP."""
-    _uv_run(session, "pytest", "integration_tests", "-m", "not gpu", *session.posargs)
+    chosen = f"not ({' or '.join(['gpu', *LONG])})"
+    _uv_run(session, "pytest", "integration_tests", "-m", chosen, *session.posargs)
+
+
+@nox.session
+def browser(session: nox.Session) -> None:
+    """Look at the web page with Debian's Chromium; keep pictures of it."""
+    _uv_run(session, "pytest", "integration_tests", "-m", "browser", *session.posargs)
+
+
+@nox.session
+def soak(session: nox.Session) -> None:
+    """Keep a server under load for ten minutes while adapters come and go."""
+    _uv_run(session, "pytest", "integration_tests", "-m", "soak", "-s", *session.posargs)
+
+
+@nox.session
+def api_fuzz(session: nox.Session) -> None:
+    """Send what the server's own OpenAPI document allows, and what it does not."""
+    _uv_run(session, "pytest", "integration_tests", "-m", "api_fuzz", *session.posargs)
