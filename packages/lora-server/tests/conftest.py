@@ -123,6 +123,9 @@ class Card:
     pinned: bool = False
     size_bytes: int = 1024
     created_s: float = 1_700_000_000.5
+    hits: int = 0
+    waiting: int = 0
+    running: int = 0
     is_linear: bool = True
 
 

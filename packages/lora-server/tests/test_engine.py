@@ -21,6 +21,7 @@ from lora_server.engine.messages import FinishReason, PromptLogprobs, RequestFai
 from lora_server.engine.request import AdapterUse, GenerationRequest, SamplingParams
 from lora_server.engine.scheduler import SchedulerLimits
 from lora_server.engine.step import EngineCore, EngineStats
+from lora_server.engine.usage import AdapterUsage
 from lora_server.errors import NotReadyError, UnknownAdapterError
 from lora_server.model.attention import PagedAttention
 from lora_server.model.families import PACKED_MODULES
@@ -538,6 +539,27 @@ def test_c53_retiring_an_adapter_frees_its_kept_blocks_and_no_others(adapters: A
     core.retire(adapters["a"].digest)
 
     assert core.stats().kv_blocks_kept == kept
+
+
+def test_usage_tells_who_waits_who_runs_and_who_was_found_in_a_slot(adapters: Adapters) -> None:
+    core = build_core(adapters, slots=1)
+    a, b = adapters["a"].digest, adapters["b"].digest
+    run(core, [request("first", PROMPTS[0], adapters, (("a", 1.0),))])
+
+    core.submit(request("two", PROMPTS[0], adapters, (("a", 1.0),), n=2))
+    core.submit(request("other", PROMPTS[1], adapters, (("b", 1.0),)))
+    queued = core.usage()
+    with torch.inference_mode():
+        core.step()
+        started = core.usage()
+        core.abort_all()
+
+    assert queued == {a: AdapterUsage(waiting=2), b: AdapterUsage(waiting=1)}
+    # The second answer waits for the first one's prompt, and b for a's slot.
+    assert started[a] == AdapterUsage(hits=1, waiting=1, running=1)
+    assert started[b] == AdapterUsage(waiting=1)
+    core.retire(a)
+    assert a not in core.usage()
 
 
 @pytest.fixture

@@ -30,6 +30,9 @@ SQL = {
         "residency": "host",
         "pinned": False,
         "bytes": 1024,
+        "hits": 0,
+        "waiting": 0,
+        "running": 0,
     },
 }
 

@@ -16,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from lora_cache import CacheError, Residency
+from lora_server.engine.usage import AdapterUsage
 from lora_server.errors import (
     AdapterAlreadyLoadedError,
     DigestMismatchError,
@@ -73,6 +74,12 @@ class AdapterCard:
     pinned: bool
     size_bytes: int
     created_s: float
+    hits: int
+    """Times it was needed and was in its slot already."""
+    waiting: int
+    """Sequences with it that wait to be admitted."""
+    running: int
+    """Sequences with it that are being generated."""
 
 
 class AdapterCatalog:
@@ -355,6 +362,7 @@ class AdapterCatalog:
 class _State:
     residency: Residency
     is_pinned: bool
+    usage: AdapterUsage
 
 
 def _admission(core: Core) -> AdapterAdmission:
@@ -381,7 +389,14 @@ def _unpin(core: Core, digest: str) -> None:
 
 def _states(core: Core, digests: Iterable[str]) -> dict[str, _State]:
     manager = _admission(core).manager
-    return {d: _State(manager.residency(d), manager.is_pinned(d)) for d in digests}
+    usage = core.usage()
+    unused = AdapterUsage()
+    return {
+        digest: _State(
+            manager.residency(digest), manager.is_pinned(digest), usage.get(digest, unused)
+        )
+        for digest in digests
+    }
 
 
 def _card(entry: AdapterEntry, states: Mapping[str, _State]) -> AdapterCard:
@@ -396,4 +411,7 @@ def _card(entry: AdapterEntry, states: Mapping[str, _State]) -> AdapterCard:
         pinned=state.is_pinned,
         size_bytes=entry.size_bytes,
         created_s=entry.created_s,
+        hits=state.usage.hits,
+        waiting=state.usage.waiting,
+        running=state.usage.running,
     )

@@ -11,10 +11,11 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from lora_cache import HostTierFullError
+from lora_cache import HostTierFullError, Residency
 from lora_server.errors import EngineError, InvalidRequestError, UnknownAdapterError
 
 if TYPE_CHECKING:
@@ -61,6 +62,8 @@ class AdapterAdmission:
         self._arrived: dict[str, PreparedAdapter] = {}
         """Fetched, but the host tier was full of leased and pinned adapters."""
         self._failures: dict[str, Exception] = {}
+        self.hits: Counter[str] = Counter()
+        """Times each version was needed and was in its slot already."""
 
     @property
     def manager(self) -> LoraModelManager:
@@ -113,6 +116,7 @@ class AdapterAdmission:
         self._name_of.pop(digest, None)
         self._failures.pop(digest, None)
         self._arrived.pop(digest, None)
+        self.hits.pop(digest, None)
         if digest in self._manager:
             self._manager.remove(digest)
 
@@ -189,7 +193,10 @@ class AdapterAdmission:
 
     def begin(self, user: AdapterUser) -> Lease[str]:
         """Lease the slots of its adapters; those that are absent are written as time allows."""
-        lease = self._manager.begin(user.adapter_digests)
+        digests = user.adapter_digests
+        found = [d for d in digests if self._manager.residency(d) is Residency.DEVICE]
+        lease = self._manager.begin(digests)
+        self.hits.update(found)
         self._write_slots()
         return lease
 

@@ -12,11 +12,12 @@ from .pooling_request import PoolingOutput, PoolingRequest
 from .request import GenerationRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from concurrent.futures import Future
 
     from .admission import AdapterAdmission
     from .step import EngineStats
+    from .usage import AdapterUsage
 
 R = TypeVar("R")
 
@@ -64,6 +65,9 @@ class Core(Protocol):
 
     def stats(self) -> EngineStats:
         """Numbers of this moment."""
+
+    def usage(self) -> Mapping[str, AdapterUsage]:
+        """How much each adapter is asked for, by digest; absent when it never was."""
 
 
 class AdapterEngine(Protocol):

@@ -21,6 +21,7 @@ from .pooling_request import PoolingOutput
 from .pooling_scheduler import PoolingLimits, PoolingScheduler
 from .pooling_sequence import PoolingSequence
 from .step import EngineStats
+from .usage import count_usage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from .admission import AdapterAdmission
     from .pooling_batch import PoolingBatch
     from .pooling_request import PoolingRequest
+    from .usage import AdapterUsage
 
 _log = logging.getLogger(__name__)
 
@@ -164,6 +166,11 @@ class PoolingCore:
             slots_used=0 if cache is None else cache.slots_used,
             cache=cache,
         )
+
+    def usage(self) -> dict[str, AdapterUsage]:
+        """How much each adapter is asked for, by digest; absent when it never was."""
+        hits = {} if self.adapters is None else self.adapters.hits
+        return count_usage(hits, waiting=self.scheduler.waiting)
 
     def _run(self, sequences: Sequence[PoolingSequence], start_s: float) -> list[_Output]:
         """Compute the texts; on an error each alone, so that it ends one only."""

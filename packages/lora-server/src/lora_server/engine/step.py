@@ -27,6 +27,7 @@ from .messages import (
 from .sampler import SampledToken, Sampler, SamplerRow
 from .scheduler import ScheduledChunk, Scheduler, SchedulerLimits
 from .sequence import SequenceState
+from .usage import count_usage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from .admission import AdapterAdmission
     from .kv import BlockPool
     from .request import GenerationRequest
+    from .usage import AdapterUsage
 
 _log = logging.getLogger(__name__)
 
@@ -217,6 +219,12 @@ class EngineCore:
             slots_used=0 if cache is None else cache.slots_used,
             cache=cache,
         )
+
+    def usage(self) -> dict[str, AdapterUsage]:
+        """How much each adapter is asked for, by digest; absent when it never was."""
+        hits = {} if self.adapters is None else self.adapters.hits
+        scheduler = self.scheduler
+        return count_usage(hits, waiting=scheduler.waiting, running=scheduler.running)
 
     def _run(self, chunks: Sequence[ScheduledChunk]) -> list[EngineOutput]:
         """Compute the chunks; on an error each alone, so that it ends one sequence only."""

@@ -25,6 +25,9 @@ def adapter_card(card: AdapterCard, service: Service) -> dict[str, Any]:
             "residency": card.residency,
             "pinned": card.pinned,
             "bytes": card.size_bytes,
+            "hits": card.hits,
+            "waiting": card.waiting,
+            "running": card.running,
         },
     }
 

@@ -98,6 +98,21 @@ class AdapterCard(NamedAdapter, Protocol):
         """When it was loaded, seconds since 1970."""
         ...
 
+    @property
+    def hits(self) -> int:
+        """Times it was needed and was in its slot already."""
+        ...
+
+    @property
+    def waiting(self) -> int:
+        """Sequences with it that wait to be admitted."""
+        ...
+
+    @property
+    def running(self) -> int:
+        """Sequences with it that are being generated."""
+        ...
+
 
 class Catalog(Protocol):
     """Names of the base model and of the adapters. Called from the event loop's thread."""
