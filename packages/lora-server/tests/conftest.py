@@ -66,6 +66,7 @@ class Stats:
     prefix_queries: int = 0
     prefix_hits: int = 0
     preemptions: int = 0
+    generated_tokens: int = 0
     running_adapters: tuple[str, ...] = ()
     waiting_adapters: tuple[str, ...] = ()
     slots_total: int = 2

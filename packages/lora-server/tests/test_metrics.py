@@ -54,6 +54,7 @@ class Engine:
     prefix_queries: int = 40
     prefix_hits: int = 10
     preemptions: int = 1
+    generated_tokens: int = 77
     running_adapters: tuple[str, ...] = ()
     waiting_adapters: tuple[str, ...] = ()
     slots_total: int = 4
@@ -238,6 +239,7 @@ def test_the_engines_state_is_read_at_the_scrape() -> None:
         "vllm:kv_cache_usage_perc": 0.25,
         "vllm:prefix_cache_queries_total": 40,
         "vllm:prefix_cache_hits_total": 10,
+        "vllm:generation_tokens_total": 77,
         "vllm:num_preemptions_total": 1,
         "lora_server_kv_blocks": 8,
         "lora_server_kv_blocks_kept": 4,

@@ -136,6 +136,11 @@ class EngineSnapshot(Protocol):
         ...
 
     @property
+    def generated_tokens(self) -> int:
+        """Tokens sampled, those of unfinished requests included."""
+        ...
+
+    @property
     def running_adapters(self) -> Sequence[str]:
         """Digests of the adapters of running sequences."""
         ...

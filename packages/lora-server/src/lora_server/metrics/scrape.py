@@ -82,6 +82,11 @@ class StateCollector(Collector):
             engine.prefix_queries,
         )
         yield _counter("vllm:prefix_cache_hits", "Prompt tokens found there.", engine.prefix_hits)
+        yield _counter(
+            "vllm:generation_tokens",
+            "Tokens sampled, step by step; those of unfinished requests included.",
+            engine.generated_tokens,
+        )
         yield _counter("vllm:num_preemptions", "Sequences sent back to wait.", engine.preemptions)
         yield _gauge("lora_server_adapter_slots", "Device slots.", engine.slots_total)
         yield _gauge("lora_server_adapter_slots_used", "Slots in use.", engine.slots_used)
