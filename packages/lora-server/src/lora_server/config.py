@@ -18,7 +18,16 @@ from lora_server.option_fields import OptionKind, about, flag_of, value_problems
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["DeviceChoice", "Dtype", "LogLevel", "LoraDtype", "LoraModule", "ServerConfig", "Task"]
+__all__ = [
+    "DeviceChoice",
+    "Dtype",
+    "LogFormat",
+    "LogLevel",
+    "LoraDtype",
+    "LoraModule",
+    "ServerConfig",
+    "Task",
+]
 
 _MIN_HOST_ADAPTERS = 32
 _GENERAL, _MEMORY, _LORA, _LATER = "Service", "Engine and memory", "Adapters", "Later versions"
@@ -63,6 +72,13 @@ class Task(StrEnum):
     TOKEN_CLASSIFY = "token_classify"  # noqa: S105 - a word of vLLM's, no secret
     SCORE = "score"
     EMBED = "embed"
+
+
+class LogFormat(StrEnum):
+    """How a log line is written."""
+
+    TEXT = "text"
+    JSON = "json"
 
 
 class LogLevel(StrEnum):
@@ -139,6 +155,56 @@ class ServerConfig:
         default=LogLevel.INFO,
         metadata=about(
             "Least severe log lines to print.", _GENERAL, OptionKind.CHOICE, choices=tuple(LogLevel)
+        ),
+    )
+    log_format: LogFormat = field(
+        default=LogFormat.TEXT,
+        metadata=about(
+            "How log lines are written; json is one object a line.",
+            _GENERAL,
+            OptionKind.CHOICE,
+            choices=tuple(LogFormat),
+        ),
+    )
+    drain_timeout: float = field(
+        default=30.0,
+        metadata=about(
+            "Time that running requests have to finish after SIGTERM; 0 ends them at once.",
+            _GENERAL,
+            OptionKind.NUMBER,
+            unit="seconds",
+            minimum=0,
+        ),
+    )
+    metrics_max_adapters: int = field(
+        default=100,
+        metadata=about(
+            "Adapters with series of their own in /metrics, those with most requests; the rest "
+            "share the label other.",
+            _GENERAL,
+            OptionKind.INTEGER,
+            minimum=1,
+        ),
+    )
+    thrash_window: float = field(
+        default=60.0,
+        metadata=about(
+            "Time over which evictions from slots are compared with admitted requests, to warn "
+            "of too few slots; 0 turns the warning off.",
+            _GENERAL,
+            OptionKind.NUMBER,
+            unit="seconds",
+            minimum=0,
+        ),
+    )
+    otlp_traces_endpoint: str | None = field(
+        default=None,
+        metadata=about(
+            "OTLP collector to send traces to, such as http://host:4318/v1/traces; needs the "
+            "extra otel.",
+            _GENERAL,
+            metavar="URL",
+            unset="no traces",
         ),
     )
 
@@ -419,6 +485,11 @@ def _name_problems(config: ServerConfig) -> list[str]:
         problems.append("--served-model-name has a name twice")
     if config.gpu_memory_utilization == 0:
         problems.append("--gpu-memory-utilization is 0, expected more than 0")
+    endpoint = config.otlp_traces_endpoint
+    if endpoint and not endpoint.startswith(("http://", "https://")):
+        problems.append(
+            f"--otlp-traces-endpoint is {endpoint!r}, expected http://... or https://..."
+        )
     return problems
 
 
