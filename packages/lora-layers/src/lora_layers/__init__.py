@@ -20,6 +20,7 @@ from lora_layers.errors import (
 )
 from lora_layers.inject import WrapReport
 from lora_layers.manager import LoraModelManager
+from lora_layers.memory import StackForm, StackMemory
 from lora_layers.step import RowRun
 
 __all__ = [
@@ -34,6 +35,8 @@ __all__ = [
     "PreparedAdapter",
     "RoutingNotSetError",
     "RowRun",
+    "StackForm",
+    "StackMemory",
     "TargetNotFoundError",
     "UnsupportedModuleError",
     "WrapReport",

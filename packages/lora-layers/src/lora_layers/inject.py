@@ -36,7 +36,12 @@ from lora_layers.wrappers import (
     PackedMember,
     SlotStack,
 )
-from lora_layers.wrappers.base_linear import is_plain_linear, prepack_product, read_linear_shape
+from lora_layers.wrappers.base_linear import (
+    can_prepack,
+    is_plain_linear,
+    prepack_product,
+    read_linear_shape,
+)
 from lora_layers.wrappers.embedding import find_embed_scale
 from lora_layers.wrappers.packed import why_not_packable
 from lora_weights import BaseTensors, ExpertShape, ModuleKind, ModuleShape
@@ -89,6 +94,8 @@ class Injection:
     """Path -> factor of each embedding that scales its output."""
     stacks: dict[str, SlotStack | ExpertStack] = field(default_factory=dict)
     """Path of each module or packed group -> its slots."""
+    prepacked: dict[str, int] = field(default_factory=dict)
+    """Path of each module or packed group with a second copy of its weight -> bytes of that."""
     merged: set[str] = field(default_factory=set)
     """Paths of modules whose weight is merged with a pair for the rows of an adapter."""
     heads: tuple[Head, ...] = ()
@@ -228,6 +235,8 @@ class Injector:
             backend=self._config.backend,
         )
         group = PackedGroup(linears, stack, prepack=self._config.prepack_linear)
+        if self._config.prepack_linear and can_prepack(group.weight):
+            self._injection.prepacked[path] = group.weight.nbytes
         self._injection.groups.append(group)
         self._injection.stacks[path] = stack
         self._injection.packed[path] = tuple(paths)
@@ -263,9 +272,9 @@ class Injector:
             wrapper = LoraMerged(site.module, stack)
             self._injection.merged.add(site.path)
         elif self._is_label_layer(site):
-            wrapper = ClassificationHeadWithLora(site.module, stack, self._prepacked(site.module))
+            wrapper = ClassificationHeadWithLora(site.module, stack, self._prepacked(site))
         else:
-            wrapper = LoraLinear(site.module, stack, self._prepacked(site.module))
+            wrapper = LoraLinear(site.module, stack, self._prepacked(site))
         self._replace(places, wrapper)
 
     def _inject_experts(self, places: Sequence[Site], shape: ExpertShape, step: StepState) -> None:
@@ -285,14 +294,18 @@ class Injector:
         self._injection.stacks[site.path] = stack
         self._replace(places, LoraExperts(site.module, stack))
 
-    def _prepacked(self, module: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    def _prepacked(self, site: Site) -> Callable[[Tensor], Tensor] | None:
         """Return a prepacked product for a module that is nothing but a product."""
+        module = site.module
         linear = read_linear_shape(module)
         if not self._config.prepack_linear or linear is None:
             return None
         if linear.is_transposed or not is_plain_linear(module):
             return None
-        return prepack_product(module.weight, module.bias)
+        product = prepack_product(module.weight, module.bias)
+        if product is not None:
+            self._injection.prepacked[site.path] = module.weight.nbytes
+        return product
 
     def _allocate(
         self, weight: Tensor, in_features: int, out_features: Sequence[int]

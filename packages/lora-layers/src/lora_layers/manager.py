@@ -19,6 +19,7 @@ from lora_layers.activate import SlotWriter
 from lora_layers.dummy import build_dummies
 from lora_layers.errors import AdapterNotActiveError, NotLinearError
 from lora_layers.inject import Injector
+from lora_layers.memory import describe_stacks
 from lora_layers.placement import SlotQueue
 from lora_layers.prepare import AdapterPreparer
 from lora_layers.staging import Stager
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from lora_layers.config import LoraModelConfig
     from lora_layers.content import PreparedAdapter
     from lora_layers.inject import WrapReport
+    from lora_layers.memory import StackMemory
     from lora_weights import Adapter, ExpertShape, ModuleShape
 
 
@@ -56,7 +58,8 @@ class LoraModelManager:
         """Replace the chosen modules of `model` by wrappers and allocate all slots.
 
         Move the model to its device and dtype before: the slots live where the weights are, and
-        packed members are views of one weight.
+        packed members are views of one weight. A model on torch's `meta` device is wrapped in the
+        same way and takes no memory, so that `memory` tells what a real one would take.
 
         Args:
             model: any module; its submodules are replaced in place.
@@ -128,6 +131,15 @@ class LoraModelManager:
     def buffer_bytes(self) -> int:
         """Bytes of all slots, allocated once when the model is wrapped."""
         return sum(stack.nbytes for stack in self._injection.stacks.values())
+
+    @property
+    def prepacked_bytes(self) -> int:
+        """Bytes of the second copies that `prepack_linear` keeps of base weights."""
+        return sum(self._injection.prepacked.values())
+
+    def memory(self) -> tuple[StackMemory, ...]:
+        """Say what the slots take, module by module, and which ranks they hold now."""
+        return tuple(describe_stacks(self._injection, self._step.logits))
 
     @property
     def num_routing_builds(self) -> int:

@@ -97,6 +97,8 @@ def prepack_product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], T
     """
     if not can_prepack(weight):
         return None
+    if weight.is_meta:
+        return make_product(weight, bias)  # never called: only the choice is of use
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), TYPICAL_ROWS)  # noqa: SLF001
     multiply = torch.ops.mkldnn._linear_pointwise.default  # noqa: SLF001
     in_features = weight.shape[1]
@@ -111,10 +113,10 @@ def prepack_product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], T
 
 
 def can_prepack(weight: Tensor) -> bool:
-    """Whether `prepack_product` has anything to offer for this weight."""
+    """Whether `prepack_product` has anything to offer for this weight; of `meta`: on a CPU."""
     return (
         weight.dtype is torch.bfloat16
-        and weight.device.type == "cpu"
+        and weight.device.type in {"cpu", "meta"}
         and torch._C._has_mkldnn  # noqa: SLF001
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")

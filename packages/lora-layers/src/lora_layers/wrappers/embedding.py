@@ -52,6 +52,6 @@ def find_embed_scale(module: nn.Module) -> float:
         weight = module.weight
         assert isinstance(weight, Tensor)
         return float(torch.tensor(scale, dtype=weight.dtype))  # PEFT rounds a plain number so
-    if isinstance(scale, Tensor) and scale.numel() == 1:
+    if isinstance(scale, Tensor) and scale.numel() == 1 and not scale.is_meta:
         return float(scale)
     return 1.0
