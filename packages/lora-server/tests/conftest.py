@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -164,10 +164,13 @@ class Catalog:
         load_inplace: bool = False,
         pinned: bool = False,
         expected_digest: str | None = None,
+        check: Callable[[str], Awaitable[None]] | None = None,
     ) -> Card:
         if name in self.by_name and not load_inplace:
             raise AdapterAlreadyLoadedError(f"adapter {name!r} is already loaded")
         digest = expected_digest or digest_of(name)
+        if check is not None:
+            await check(digest)
         self.by_name[name] = Card(name=name, digest=digest, path=path, pinned=pinned)
         return self.by_name[name]
 

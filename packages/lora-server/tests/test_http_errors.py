@@ -28,6 +28,7 @@ STATUSES = {
     errors.ModelNotFoundError("x", ["base"]): (404, "model_not_found"),
     errors.UnknownAdapterError("m"): (404, "adapter_not_found"),
     errors.DigestMismatchError("m"): (409, "digest_mismatch"),
+    errors.GateFailedError("m"): (409, "gate_failed"),
     errors.EngineError("m"): (500, "internal_error"),
     errors.NotReadyError("m"): (503, "not_ready"),
 }

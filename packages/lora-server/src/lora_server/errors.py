@@ -15,6 +15,7 @@ ServerError
         ModelNotFoundError
         UnknownAdapterError
         DigestMismatchError
+        GateFailedError
 
 HTTP statuses and OpenAI's error shape are known to `lora_server.http.errors` only.
 """
@@ -124,3 +125,9 @@ class DigestMismatchError(RequestError):
     """`expected_digest` is not the digest of the version that is loaded."""
 
     code = "digest_mismatch"
+
+
+class GateFailedError(RequestError):
+    """The new version of an adapter did not pass its gate; `details` names prompts and tokens."""
+
+    code = "gate_failed"

@@ -28,7 +28,7 @@ from lora_server.errors import (
 from lora_server.lora_modules import LoraModule, adapter_name_problem
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
     from concurrent.futures import Future
 
     from lora_server.engine.admission import AdapterAdmission
@@ -164,6 +164,7 @@ class AdapterCatalog:
         load_inplace: bool = False,
         pinned: bool = False,
         expected_digest: str | None = None,
+        check: Callable[[str], Awaitable[None]] | None = None,
     ) -> AdapterCard:
         """Load an adapter from the disk; when this returns, the next request is served by it.
 
@@ -173,6 +174,8 @@ class AdapterCatalog:
             load_inplace: replace the version the name stands for.
             pinned: pin the adapter as well.
             expected_digest: refuse unless the name stands for this version now.
+            check: called with the new version's digest while it can be asked for by that alone;
+                what it raises keeps the old version and frees the new one.
 
         Raises:
             RequestError: one of its kinds, for every mistake of the caller's; the name then stands
@@ -188,6 +191,8 @@ class AdapterCatalog:
             found = await loop.run_in_executor(loader.threads, loader.read, real)
             with self.hold([found.digest]):
                 await self._on_engine(lambda core: _add(core, found, name))
+                if check is not None:
+                    await check(found.digest)
                 if pinned:
                     await self._pin(found.digest, replaced=self._only_digest_of(name))
                 self._set_entry(name, found, None)

@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request
 
 from lora_server.http.auth import AdminRoute, UserRoute
 from lora_server.http.cards import adapter_card, card_list
+from lora_server.http.gate import gate_of
 from lora_server.http.prepare import service_of
 from lora_server.http.schemas.adapters import LoadBody, UnloadBody
 
@@ -20,14 +21,19 @@ async def load_adapter(body: LoadBody, request: Request) -> dict[str, Any]:
     """Load an adapter, or replace it in place; once this answers, it serves the next request."""
     service = service_of(request)
     service.readiness.check()
+    gate = await gate_of(service, body)
     card = await service.catalog.load(
         name=body.lora_name,
         path=body.lora_path,
         load_inplace=bool(body.load_inplace),
         pinned=bool(body.pinned),
         expected_digest=body.expected_digest,
+        check=gate,
     )
-    return adapter_card(card, service)
+    answer = adapter_card(card, service)
+    if gate is not None and gate.result is not None:
+        answer["gate"] = gate.result.as_dict()
+    return answer
 
 
 @admin_router.post("/v1/unload_lora_adapter")

@@ -18,6 +18,7 @@ from lora_server.errors import (
     AuthenticationError,
     DigestMismatchError,
     EngineError,
+    GateFailedError,
     InvalidAdapterRequestError,
     InvalidRequestError,
     ModelNotFoundError,
@@ -43,6 +44,7 @@ _STATUSES: Final[Mapping[type[ServerError], int]] = MappingProxyType(
         ModelNotFoundError: 404,
         UnknownAdapterError: 404,
         DigestMismatchError: 409,
+        GateFailedError: 409,
         EngineError: 500,
         NotReadyError: 503,
     }

@@ -6,10 +6,11 @@ Knows nothing of models, devices or files; the engine and the catalog of adapter
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Protocol
 
 from lora_server.engine.messages import EngineOutput
@@ -142,8 +143,13 @@ class Catalog(Protocol):
         load_inplace: bool = False,
         pinned: bool = False,
         expected_digest: str | None = None,
+        check: Callable[[str], Awaitable[None]] | None = None,
     ) -> AdapterCard:
-        """Load an adapter; when this returns, the next request is served by it."""
+        """Load an adapter; when this returns, the next request is served by it.
+
+        `check` is given the digest before the name stands for it; what it raises keeps the old
+        version.
+        """
         ...
 
     async def unload(self, name: str) -> None:
@@ -205,6 +211,8 @@ class Service:
     version: str
     """Version of this package."""
     metrics: ServerMetrics
+    gate_file: Path | None = None
+    """Baseline that updates in place must pass, for the names it holds."""
     pooling: PoolingService | None = None
     """What answers where the model does not generate; then `engine` only reports."""
     readiness: Readiness = field(default_factory=Readiness)

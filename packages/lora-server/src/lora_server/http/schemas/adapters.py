@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -19,6 +19,8 @@ class LoadBody(StrictBody):
     load_inplace: bool | None = None
     pinned: bool | None = None
     expected_digest: Name | None = None
+    gate: bool | dict[str, Any] | None = None
+    """A baseline that the new version must pass first, or whether the server's own one counts."""
     is_3d_lora_weight: bool | None = None
     """Accepted for vLLM's clients; the form is read from the tensors."""
 
