@@ -25,7 +25,7 @@ finally:
 """
 
 
-@pytest.mark.parametrize("command", [(), ("serve",), ("demo",), ("bench",)])
+@pytest.mark.parametrize("command", [(), ("serve",), ("demo",), ("bench",), ("smoke", "check")])
 def test_help_loads_nothing_heavy_and_comes_within_a_second(command: tuple[str, ...]) -> None:
     start = time.perf_counter()
     done = subprocess.run(
@@ -51,7 +51,7 @@ def test_the_help_lists_the_commands_that_exist(capsys: pytest.CaptureFixture[st
     listed = [
         line.split()[0] for line in capsys.readouterr().out.splitlines() if line[:4] == "    "
     ]
-    assert listed == ["serve", "demo", "bench", "doctor"]
+    assert listed == ["serve", "demo", "bench", "doctor", "smoke"]
 
 
 @pytest.mark.parametrize(

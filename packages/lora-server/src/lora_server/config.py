@@ -345,6 +345,16 @@ class ServerConfig:
             unset="loading over HTTP is refused",
         ),
     )
+    gate: str | None = field(
+        default=None,
+        metadata=about(
+            "Smoke baseline that the adapters named in it must pass before an update in place "
+            "takes traffic; read again at every update.",
+            _LORA,
+            metavar="FILE",
+            unset="updates are not checked",
+        ),
+    )
     max_loras: int = field(
         default=8,
         metadata=about(
@@ -504,7 +514,7 @@ def _adapter_problems(config: ServerConfig) -> list[str]:
     if not config.enable_lora:
         problems += [
             f"{flag_of(name)} needs adapters, which --no-enable-lora turns off"
-            for name in ("lora_modules", "lora_dir", "adapter_root")
+            for name in ("lora_modules", "lora_dir", "adapter_root", "gate")
             if getattr(config, name)
         ]
     problems += [

@@ -13,6 +13,7 @@ from lora_server.adapters.catalog import AdapterCatalog
 from lora_server.adapters.loader import AdapterLoader
 from lora_server.adapters.paths import AdapterRoots
 from lora_server.cli.build_pooling import build_pooling_service
+from lora_server.cli.gate_file import gate_file
 from lora_server.cli.running import Fetcher, RunningService
 from lora_server.cli.wrap import lora_dtype, wrap_model
 from lora_server.config import Task
@@ -55,6 +56,7 @@ def build_service(config: ServerConfig) -> RunningService:
     torch.set_num_threads(1)  # all workers belong to the engine's thread, see there
     task = Task(config.task)
     task = choose_task(config.model) if task is Task.AUTO else task
+    gate = gate_file(config, task)
     if task is not Task.GENERATE:
         return build_pooling_service(config, task, num_threads=num_threads)
     started = time.perf_counter()
@@ -91,6 +93,7 @@ def build_service(config: ServerConfig) -> RunningService:
         model_path=config.model,
         version=version("lora-server"),
         metrics=ServerMetrics(),
+        gate_file=gate,
         readiness=Readiness(),
         keys=ApiKeys(user=config.api_key, admin=config.admin_api_key),
     )
