@@ -61,6 +61,7 @@ class Stats:
     num_waiting_for_slot: int = 0
     num_waiting_for_load: int = 0
     kv_blocks_total: int = 10
+    kv_block_size: int = 16
     kv_blocks_used: int = 0
     kv_blocks_kept: int = 0
     prefix_queries: int = 0

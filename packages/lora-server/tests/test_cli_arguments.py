@@ -56,7 +56,8 @@ def test_every_field_can_be_set_by_its_flag(name: str, tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "adapter_config.json").write_text("{}")
     kind = option_of(ServerConfig.__dataclass_fields__[name]).kind
-    words = (str(tmp_path),) if name == "lora_dir" else SAMPLES[kind]
+    own = {"lora_dir": (str(tmp_path),), "otlp_traces_endpoint": ("http://here",)}
+    words = own.get(name, SAMPLES[kind])
 
     config = read("m", flag_of(name), *words).config
 

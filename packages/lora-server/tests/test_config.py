@@ -180,6 +180,12 @@ def test_a_remote_root_is_refused() -> None:
     assert "s3://bucket/team/" in problem
 
 
+def test_traces_go_to_a_web_address_only() -> None:
+    (problem,) = problems_of(otlp_traces_endpoint="collector:4317")
+
+    assert "'collector:4317', expected http://" in problem
+
+
 def test_a_config_does_not_change() -> None:
     config = ServerConfig(model="m", dtype=Dtype.FLOAT32)
 

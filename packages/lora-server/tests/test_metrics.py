@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from lora_server.metrics import OTHER_LABEL, RequestTimer, ScrapeState, ServerMetrics
+from lora_server.metrics import (
+    OTHER_LABEL,
+    RequestTimer,
+    ScrapeState,
+    ServerMetrics,
+    ThrashAlarm,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,6 +55,7 @@ class Engine:
     num_waiting_for_slot: int = 1
     num_waiting_for_load: int = 0
     kv_blocks_total: int = 8
+    kv_block_size: int = 16
     kv_blocks_used: int = 2
     kv_blocks_kept: int = 4
     prefix_queries: int = 40
@@ -100,6 +107,7 @@ def test_a_request_is_measured_by_the_given_clock() -> None:
         running.admitted(10.25)
         running.add_tokens(1)
         running.admitted(99.0)
+        running.add_cached_tokens(5)
         running.add_tokens(1)
         running.add_tokens(2)
 
@@ -110,6 +118,7 @@ def test_a_request_is_measured_by_the_given_clock() -> None:
     assert samples["lora_server_time_per_output_token_seconds_sum", key] == pytest.approx(2 / 3)
     assert samples["lora_server_request_duration_seconds_sum", key] == 3.0
     assert samples["lora_server_prompt_tokens_total", key] == 7
+    assert samples["lora_server_prompt_tokens_cached_total", key] == 5
     assert samples["lora_server_generation_tokens_total", key] == 4
 
 
@@ -175,6 +184,68 @@ def test_adapters_beyond_the_limit_share_a_label() -> None:
     assert labels(samples, "lora_server_adapters") == {"a4999", "a4998", OTHER_LABEL}
 
 
+def test_c54_5000_names_make_as_many_series_as_the_limit_says() -> None:
+    metrics = ServerMetrics(max_adapter_labels=100)
+    adapters = [Adapter(f"a{i}") for i in range(5000)]
+    for adapter in adapters:
+        serve(metrics, adapter.name)
+
+    samples = scrape(metrics, *adapters)
+
+    everywhere = {dict(pairs).get("adapter") for _, pairs in samples} - {None}
+    assert len(everywhere) == 101
+    assert sum(v for (n, _), v in samples.items() if n == "lora_server_requests_total") == 5000
+    assert sum(v for (n, _), v in samples.items() if n == "lora_server_adapters") == 5000
+
+
+def test_adapters_with_most_requests_take_the_labels_of_others() -> None:
+    metrics = ServerMetrics(max_adapter_labels=2)
+    adapters = [Adapter(name) for name in ("rare", "some", "busy")]
+    for name, count in (("rare", 1), ("some", 8), ("busy", 9)):
+        for _ in range(count):
+            serve(metrics, name)
+
+    before = scrape(metrics, *adapters)
+    serve(metrics, "busy")
+    serve(metrics, "rare")
+    after = scrape(metrics, *adapters)
+
+    def requests(samples: Samples) -> dict[str, float]:
+        name = "lora_server_generation_tokens_total"
+        return {dict(pairs)["adapter"]: v for (n, pairs), v in samples.items() if n == name}
+
+    assert requests(before) == {"some": 8, OTHER_LABEL: 9}
+    assert requests(after) == {"some": 8, "busy": 1, OTHER_LABEL: 10}
+
+
+def test_a_small_lead_takes_no_label_from_another_adapter() -> None:
+    metrics = ServerMetrics(max_adapter_labels=1)
+    for name, count in (("first", 8), ("second", 9)):
+        for _ in range(count):
+            serve(metrics, name)
+
+    samples = scrape(metrics, Adapter("first"), Adapter("second"))
+
+    assert labels(samples, "lora_server_requests_total") == {"first", OTHER_LABEL}
+
+
+def test_an_adapter_named_like_the_shared_label_is_counted_there() -> None:
+    metrics = ServerMetrics(max_adapter_labels=5)
+    serve(metrics, OTHER_LABEL)
+
+    samples = scrape(metrics, Adapter(OTHER_LABEL))
+    assert labels(scrape(metrics), "lora_server_requests_total") == {OTHER_LABEL}
+    assert samples["lora_server_adapters", (("adapter", OTHER_LABEL), ("tier", "device"))] == 1
+
+
+def test_a_request_that_ends_after_its_adapter_was_unloaded_leaves_no_series() -> None:
+    metrics = ServerMetrics()
+    scrape(metrics)
+    serve(metrics, "late")
+
+    assert labels(scrape(metrics), "lora_server_requests_total") == set()
+
+
 def test_the_series_of_an_unloaded_adapter_disappear_and_free_their_label() -> None:
     metrics = ServerMetrics(max_adapter_labels=1)
     serve(metrics, "old")
@@ -187,6 +258,13 @@ def test_the_series_of_an_unloaded_adapter_disappear_and_free_their_label() -> N
     assert everywhere == {None, "new"}
 
 
+def test_a_version_is_told_by_the_beginning_of_its_digest() -> None:
+    samples = scrape(ServerMetrics(), Adapter("a", digest="0123456789abcdef"))
+
+    key = (("adapter", "a"), ("digest", "0123456789ab"))
+    assert samples["lora_server_adapter_info", key] == 1
+
+
 def test_every_adapter_has_a_series_with_its_tier_also_when_idle() -> None:
     samples = scrape(ServerMetrics(), Adapter("a"), Adapter("b", residency="disk"))
 
@@ -195,7 +273,7 @@ def test_every_adapter_has_a_series_with_its_tier_also_when_idle() -> None:
 
 
 @pytest.mark.parametrize("name", ['quo"te', "com,ma", "größe", "back\\slash", "new\nline"])
-def test_names_are_escaped(name: str) -> None:
+def test_c54_names_are_escaped(name: str) -> None:
     metrics = ServerMetrics()
     serve(metrics, name)
 
@@ -237,6 +315,7 @@ def test_the_engines_state_is_read_at_the_scrape() -> None:
         "vllm:num_requests_running": 3,
         "vllm:num_requests_waiting": 2,
         "vllm:kv_cache_usage_perc": 0.25,
+        "vllm:gpu_cache_usage_perc": 0.25,
         "vllm:prefix_cache_queries_total": 40,
         "vllm:prefix_cache_hits_total": 10,
         "vllm:generation_tokens_total": 77,
@@ -253,6 +332,13 @@ def test_the_engines_state_is_read_at_the_scrape() -> None:
         "lora_server_adapter_slots_leased": 2,
     }
     assert {name: samples[name, ()] for name in expected} == expected
+
+
+def test_routers_that_know_prompts_learn_the_size_of_the_cache() -> None:
+    samples = scrape(ServerMetrics())
+
+    key = (("block_size", "16"), ("num_gpu_blocks", "8"))
+    assert samples["vllm:cache_config_info", key] == 1
 
 
 def test_the_cache_is_counted_by_tier() -> None:
@@ -281,3 +367,20 @@ def test_two_services_in_one_process_count_apart() -> None:
     serve(one, "base")
 
     assert labels(scrape(other), "lora_server_requests_total") == set()
+
+
+def test_too_few_slots_show() -> None:
+    now_s = 0.0
+    alarm = ThrashAlarm(10.0, clock=lambda: now_s)
+    metrics = ServerMetrics(thrash=alarm)
+    before = scrape(metrics)
+
+    for _ in range(60):
+        now_s += 0.25
+        alarm.evicted()
+        alarm.admitted({"a"})
+
+    after = scrape(metrics)
+    names = ("lora_server_adapter_thrash", "lora_server_adapter_evictions_per_request")
+    assert [before[name, ()] for name in names] == [0.0, 0.0]
+    assert [after[name, ()] for name in names] == [1.0, 1.0]

@@ -153,6 +153,7 @@ class PoolingCore:
             num_waiting_for_slot=scheduler.num_waiting_for_slot,
             num_waiting_for_load=scheduler.num_waiting_for_load,
             kv_blocks_total=0,
+            kv_block_size=0,
             kv_blocks_used=0,
             kv_blocks_kept=0,
             prefix_queries=0,

@@ -59,6 +59,8 @@ class EngineStats:
     num_waiting_for_load: int
     """Of the waiting ones, those whose adapters are being read."""
     kv_blocks_total: int
+    kv_block_size: int
+    """Tokens of a block."""
     kv_blocks_used: int
     kv_blocks_kept: int
     """Without a user, but findable by what they hold."""
@@ -206,6 +208,7 @@ class EngineCore:
             num_waiting_for_slot=scheduler.num_waiting_for_slot,
             num_waiting_for_load=scheduler.num_waiting_for_load,
             kv_blocks_total=self.pool.num_blocks,
+            kv_block_size=scheduler.limits.block_size,
             kv_blocks_used=self.pool.num_used,
             kv_blocks_kept=self.pool.num_findable,
             prefix_queries=scheduler.prefix_queries,

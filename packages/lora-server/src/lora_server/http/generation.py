@@ -145,6 +145,7 @@ class Generation:
             # The first continuation reads the prompt; the others find its blocks in the cache.
             if output.index == 0 and choice.num_tokens == 0:
                 self.usage.cached_tokens += output.num_cached_tokens
+                self._timer.add_cached_tokens(output.num_cached_tokens)
                 self._timer.admitted(output.admitted_s)
             delta = choice.push(output)
             self.usage.completion_tokens += len(delta.token_ids)

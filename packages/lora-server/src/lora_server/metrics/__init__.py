@@ -7,6 +7,7 @@ HTTP nor the engine: both are described by Protocols.
 
 from __future__ import annotations
 
+from lora_server.metrics.labels import BASE_LABEL, OTHER_LABEL, WEIGHTED_LABEL
 from lora_server.metrics.protocols import (
     CacheSnapshot,
     EngineSnapshot,
@@ -14,8 +15,9 @@ from lora_server.metrics.protocols import (
     ServedAdapter,
     TierSnapshot,
 )
-from lora_server.metrics.scrape import OTHER_LABEL
-from lora_server.metrics.server import BASE_LABEL, WEIGHTED_LABEL, RequestTimer, ServerMetrics
+from lora_server.metrics.server import ServerMetrics
+from lora_server.metrics.thrash import Thrash, ThrashAlarm
+from lora_server.metrics.timer import Outcome, RequestRecord, RequestTimer
 
 __all__ = [
     "BASE_LABEL",
@@ -23,9 +25,13 @@ __all__ = [
     "WEIGHTED_LABEL",
     "CacheSnapshot",
     "EngineSnapshot",
+    "Outcome",
+    "RequestRecord",
     "RequestTimer",
     "ScrapeState",
     "ServedAdapter",
     "ServerMetrics",
+    "Thrash",
+    "ThrashAlarm",
     "TierSnapshot",
 ]

@@ -111,6 +111,11 @@ class EngineSnapshot(Protocol):
         ...
 
     @property
+    def kv_block_size(self) -> int:
+        """Tokens of a block."""
+        ...
+
+    @property
     def kv_blocks_used(self) -> int:
         """Blocks that running sequences hold."""
         ...

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Final
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from lora_server.metrics.labels import OTHER_LABEL
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from lora_server.metrics.protocols import CacheSnapshot, ScrapeState
 
-OTHER_LABEL: Final = "other"
-"""Shared by all adapters beyond the number that have a label of their own."""
+_DIGEST_CHARS: Final = 12
 
 
 class StateCollector(Collector):
@@ -33,6 +34,7 @@ class StateCollector(Collector):
         yield self._requests_info()
         yield from self._engine()
         yield self._residency()
+        yield self._digests()
         if self._state.engine.cache is not None:
             yield from _cache_families(self._state.engine.cache)
 
@@ -69,6 +71,8 @@ class StateCollector(Collector):
             engine.num_waiting_for_load,
         )
         yield _gauge("vllm:kv_cache_usage_perc", "Share of the KV blocks in use, 0 to 1.", used)
+        yield _gauge("vllm:gpu_cache_usage_perc", "The same under its older name.", used)
+        yield self._cache_config()
         yield _gauge("lora_server_kv_blocks", "Blocks of the KV pool.", engine.kv_blocks_total)
         yield _gauge("lora_server_kv_blocks_used", "Blocks in use.", engine.kv_blocks_used)
         yield _gauge(
@@ -91,6 +95,17 @@ class StateCollector(Collector):
         yield _gauge("lora_server_adapter_slots", "Device slots.", engine.slots_total)
         yield _gauge("lora_server_adapter_slots_used", "Slots in use.", engine.slots_used)
 
+    def _cache_config(self) -> Metric:
+        """Build the gauge by which routers that know prompts learn the size of the KV cache."""
+        family = GaugeMetricFamily(
+            "vllm:cache_config_info",
+            "1; the labels tell the size of the KV cache.",
+            labels=["block_size", "num_gpu_blocks"],
+        )
+        engine = self._state.engine
+        family.add_metric([str(engine.kv_block_size), str(engine.kv_blocks_total)], 1)
+        return family
+
     def _residency(self) -> Metric:
         family = GaugeMetricFamily(
             "lora_server_adapters",
@@ -104,6 +119,19 @@ class StateCollector(Collector):
             counts[label, adapter.residency] += 1
         for labels, count in counts.items():
             family.add_metric(labels, count)
+        return family
+
+    def _digests(self) -> Metric:
+        """Build the gauge that tells which version each name stands for."""
+        family = GaugeMetricFamily(
+            "lora_server_adapter_info",
+            "1 for the version that an adapter's name stands for.",
+            labels=["adapter", "digest"],
+        )
+        shown = self._shown()
+        for adapter in self._state.adapters:
+            if adapter.name in shown:
+                family.add_metric([adapter.name, adapter.digest[:_DIGEST_CHARS]], 1)
         return family
 
     def _shown(self) -> frozenset[str]:
