@@ -16,7 +16,11 @@ from transformers import PreTrainedTokenizerFast
 
 from lora_server.engine.messages import EngineOutput, FinishReason, SequenceOutput, TokenLogprob
 from lora_server.engine.request import GenerationRequest
-from lora_server.errors import AdapterAlreadyLoadedError, ModelNotFoundError, UnknownAdapterError
+from lora_server.errors import (
+    AdapterAlreadyLoadedError,
+    AdapterNotLoadedError,
+    ModelNotFoundError,
+)
 from lora_server.http.app import create_app
 from lora_server.http.service import Phase, Readiness, Service
 from lora_server.http.text import TextProcessor
@@ -139,6 +143,10 @@ class Catalog:
         self.by_name = {name: Card(name=name, digest=digest_of(name)) for name in names}
         self.held: list[str] = []
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*self.base_names, *self.by_name)
+
     def is_base(self, name: str) -> bool:
         return name in self.base_names
 
@@ -194,7 +202,7 @@ class Catalog:
 
     async def card(self, name: str) -> Card:
         if name not in self.by_name:
-            raise UnknownAdapterError(f"no adapter {name!r}", param="lora_name")
+            raise AdapterNotLoadedError(name, list(self.by_name))
         return self.by_name[name]
 
 
@@ -252,7 +260,14 @@ class Harness:
         assert {"message", "type", "param", "code"} <= error.keys()
         return error
 
-    def leave(self, path: str, body: Any, *, after_chunks: int | None = None) -> list[Any]:
+    def leave(
+        self,
+        path: str,
+        body: Any,
+        *,
+        after_chunks: int | None = None,
+        headers: Sequence[tuple[bytes, bytes]] = (),
+    ) -> list[Any]:
         """Send a request and leave after some chunks, or when the engine's script is over."""
         sent: list[Any] = []
         gone = asyncio.Event()
@@ -284,7 +299,7 @@ class Harness:
             "scheme": "http",
             "server": ("test", 80),
             "client": ("test", 1),
-            "headers": [(b"content-type", b"application/json")],
+            "headers": [(b"content-type", b"application/json"), *headers],
         }
         asyncio.run(asyncio.wait_for(self.app(scope, receive, send), 10))
         return sent

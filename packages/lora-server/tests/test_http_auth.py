@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hmac
 from typing import TYPE_CHECKING
 
 import pytest
 from fastapi.routing import APIRoute
 
+from lora_server.errors import AuthenticationError
 from lora_server.http.auth import Access, ApiKeys, GuardedRoute
 
 if TYPE_CHECKING:
@@ -17,9 +19,12 @@ if TYPE_CHECKING:
 
 LEVELS = {
     ("GET", "/health"): Access.OPEN,
-    ("GET", "/version"): Access.OPEN,
-    ("GET", "/metrics"): Access.OPEN,
+    ("GET", "/version"): Access.USER,
+    ("GET", "/metrics"): Access.OVERVIEW,
     ("GET", "/openapi.json"): Access.USER,
+    ("GET", "/ui"): Access.OPEN,
+    ("GET", "/ui/"): Access.OPEN,
+    ("GET", "/ui/{name}"): Access.OPEN,
     ("GET", "/v1/models"): Access.USER,
     ("GET", "/v1/models/{name:path}"): Access.USER,
     ("GET", "/v1/adapters"): Access.USER,
@@ -77,6 +82,7 @@ def test_a_route_opens_to_its_own_keys_only(
     opening: dict[Access, set[str | None]] = {
         Access.OPEN: {None, "K", "K2", "M", "wrong"},
         Access.USER: {"K", "K2", "M"},
+        Access.OVERVIEW: {"K", "K2", "M"},
         Access.ADMIN: {"M"},
     }
     opens = opening[LEVELS[method, path]]
@@ -93,18 +99,65 @@ def test_a_route_opens_to_its_own_keys_only(
 @pytest.mark.parametrize(
     ("keys", "user", "admin"),
     [
-        (ApiKeys(), (), ()),
-        (ApiKeys(user=("K",)), ("K",), ("K",)),
-        (ApiKeys(admin="M"), (), ("M",)),
-        (ApiKeys(user=("K",), admin="M"), ("K", "M"), ("M",)),
+        (ApiKeys(), {None, "K", "M"}, {None, "K", "M"}),
+        (ApiKeys(user=("K",)), {"K"}, {"K"}),
+        (ApiKeys(admin="M"), {None, "K", "M"}, {"M"}),
+        (ApiKeys(user=("K",), admin="M"), {"K", "M"}, {"M"}),
     ],
+    ids=["none", "user", "admin", "both"],
 )
 def test_which_keys_open_which_level(
-    keys: ApiKeys, user: tuple[str, ...], admin: tuple[str, ...]
+    keys: ApiKeys, user: set[str | None], admin: set[str | None]
 ) -> None:
-    assert keys.accepted(Access.USER) == user
-    assert keys.accepted(Access.ADMIN) == admin
-    assert keys.accepted(Access.OPEN) == ()
+    def opening(access: Access) -> set[str | None]:
+        return {key for key in (None, "K", "M") if opens(keys, key, access)}
+
+    assert opening(Access.USER) == opening(Access.OVERVIEW) == user
+    assert opening(Access.ADMIN) == admin
+    assert opening(Access.OPEN) == {None, "K", "M"}
+
+
+def opens(keys: ApiKeys, key: str | None, access: Access) -> bool:
+    try:
+        keys.admit(None if key is None else f"Bearer {key}", access)
+    except AuthenticationError:
+        return False
+    return True
+
+
+def test_the_answer_to_a_wrong_key_does_not_show_it(make_harness: Callable[..., Harness]) -> None:
+    harness = make_harness(keys=ApiKeys(user=("secret-one",), admin="secret-two"))
+
+    for key in ("secret-wrong", "secret-one"):
+        response = call(harness, "POST", "/v1/load_lora_adapter", key)
+
+        assert response.status_code == 401
+        assert "secret" not in response.text
+
+
+def test_every_key_is_compared_whichever_matches(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[bytes] = []
+    real = hmac.compare_digest
+
+    def count(one: bytes, other: bytes) -> bool:
+        compared.append(other)
+        return real(one, other)
+
+    monkeypatch.setattr("lora_server.http.keys.hmac.compare_digest", count)
+    keys = ApiKeys(user=("first", "second"), admin="third")
+
+    for token in ("first", "third", "none"):
+        opens(keys, token, Access.USER)
+
+    assert compared == [key.digest for key in keys.fixed] * 3
+    assert {len(digest) for digest in compared} == {32}
+
+
+def test_an_open_reply_tells_nothing_of_adapters(make_harness: Callable[..., Harness]) -> None:
+    harness = make_harness(keys=ApiKeys(user=("K",)))
+
+    for method, path in (key for key, level in LEVELS.items() if level is Access.OPEN):
+        assert "sql" not in call(harness, method, path, None).text
 
 
 @pytest.mark.parametrize("header", ["K", "Basic K", "Bearer", "Bearer ", "Bearer k", "Bearer KK"])

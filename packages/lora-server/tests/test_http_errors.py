@@ -27,6 +27,10 @@ STATUSES = {
     errors.RuntimeLoadingDisabledError("m"): (403, "runtime_loading_disabled"),
     errors.ModelNotFoundError("x", ["base"]): (404, "model_not_found"),
     errors.UnknownAdapterError("m"): (404, "adapter_not_found"),
+    errors.AdapterNotLoadedError("x", ["a"]): (404, "adapter_not_found"),
+    errors.NameNotAllowedError("m"): (403, "name_not_allowed"),
+    errors.RequestTimeoutError("m"): (408, "request_timeout"),
+    errors.RequestTooLargeError("m"): (413, "request_too_large"),
     errors.DigestMismatchError("m"): (409, "digest_mismatch"),
     errors.GateFailedError("m"): (409, "gate_failed"),
     errors.EngineError("m"): (500, "internal_error"),
@@ -40,7 +44,9 @@ def leaves(kind: type[Exception]) -> set[type[Exception]]:
 
 
 def test_every_error_of_the_package_has_a_status() -> None:
-    assert {type(error) for error in STATUSES} | {errors.StartupError} == leaves(errors.ServerError)
+    known = {type(error) for error in STATUSES} | {errors.StartupError, errors.RateLimitError}
+
+    assert known == leaves(errors.ServerError) | {errors.UnknownAdapterError}
 
 
 @pytest.mark.parametrize(("error", "expected"), STATUSES.items(), ids=lambda v: type(v).__name__)
@@ -53,6 +59,14 @@ def test_errors_answer_with_status_and_code(
     kind = "server_error" if expected[0] >= 500 else "invalid_request_error"
     assert body["type"] == kind
     assert body["param"] == getattr(error, "param", None)
+
+
+def test_a_limit_is_told_as_the_openai_api_does() -> None:
+    error = errors.RateLimitError("m", what="tokens", retry_after_s=1.2)
+
+    assert status_of(error) == 429
+    assert error_body(error)["error"]["type"] == "tokens"
+    assert error_body(error)["error"]["code"] == "rate_limit_exceeded"
 
 
 def test_lists_of_reasons_are_details() -> None:

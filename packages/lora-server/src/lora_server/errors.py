@@ -10,12 +10,17 @@ ServerError
         AdapterAlreadyLoadedError
         AdapterConflictError
         AuthenticationError
+        RateLimitError
         PathNotAllowedError
+        NameNotAllowedError
         RuntimeLoadingDisabledError
         ModelNotFoundError
         UnknownAdapterError
+            AdapterNotLoadedError
         DigestMismatchError
         GateFailedError
+        RequestTooLargeError
+        RequestTimeoutError
 
 HTTP statuses and OpenAI's error shape are known to `lora_server.http.errors` only.
 """
@@ -90,10 +95,29 @@ class AuthenticationError(RequestError):
     code = "invalid_api_key"
 
 
+class RateLimitError(RequestError):
+    """The key has used up its requests or its tokens for now."""
+
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, *, what: str, retry_after_s: float) -> None:
+        self.what = what
+        """`requests` or `tokens`; the error's `type` in the reply, as in the OpenAI API."""
+        self.retry_after_s = retry_after_s
+        """After so many seconds the same request is admitted, if nothing else is sent."""
+        super().__init__(message)
+
+
 class PathNotAllowedError(RequestError):
-    """The path lies outside every adapter root."""
+    """The path, or a file in it, lies outside every adapter root."""
 
     code = "path_not_allowed"
+
+
+class NameNotAllowedError(RequestError):
+    """The key may not give an adapter this name."""
+
+    code = "name_not_allowed"
 
 
 class RuntimeLoadingDisabledError(RequestError):
@@ -110,15 +134,24 @@ class ModelNotFoundError(RequestError):
     def __init__(self, name: str, served: Sequence[str], *, param: str = "model") -> None:
         self.name = name
         self.served = tuple(served)
-        super().__init__(
-            f"model {name!r} does not exist; served are: {', '.join(self.served)}", param=param
-        )
+        listed = ", ".join(self.served) or "none"
+        super().__init__(f"model {name!r} does not exist; served are: {listed}", param=param)
 
 
 class UnknownAdapterError(RequestError):
     """No adapter is registered, or none lies on the disk, under this name."""
 
     code = "adapter_not_found"
+
+
+class AdapterNotLoadedError(UnknownAdapterError):
+    """A management route names an adapter that is not loaded."""
+
+    def __init__(self, name: str, loaded: Sequence[str]) -> None:
+        self.name = name
+        self.loaded = tuple(loaded)
+        listed = ", ".join(self.loaded) or "none"
+        super().__init__(f"adapter {name!r} is not loaded; loaded are: {listed}", param="lora_name")
 
 
 class DigestMismatchError(RequestError):
@@ -131,3 +164,15 @@ class GateFailedError(RequestError):
     """The new version of an adapter did not pass its gate; `details` names prompts and tokens."""
 
     code = "gate_failed"
+
+
+class RequestTooLargeError(RequestError):
+    """The body has more bytes than the server takes."""
+
+    code = "request_too_large"
+
+
+class RequestTimeoutError(RequestError):
+    """The body did not arrive in time."""
+
+    code = "request_timeout"

@@ -19,16 +19,24 @@ from lora_cache import CacheError, Residency
 from lora_server.engine.usage import AdapterUsage
 from lora_server.errors import (
     AdapterAlreadyLoadedError,
+    AdapterNotLoadedError,
     DigestMismatchError,
     InvalidRequestError,
     ModelNotFoundError,
     StartupError,
-    UnknownAdapterError,
 )
 from lora_server.lora_modules import LoraModule, adapter_name_problem
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import (
+        AsyncIterator,
+        Awaitable,
+        Callable,
+        Iterable,
+        Iterator,
+        Mapping,
+        Sequence,
+    )
     from concurrent.futures import Future
 
     from lora_server.engine.admission import AdapterAdmission
@@ -202,7 +210,7 @@ class AdapterCatalog:
         """Forget a name at once; requests that chose it before finish.
 
         Raises:
-            UnknownAdapterError: no adapter has exactly this name.
+            AdapterNotLoadedError: no adapter has exactly this name.
         """
         async with self._serialised(name):
             entry = self._entry(name)
@@ -214,7 +222,7 @@ class AdapterCatalog:
         """Keep an adapter in its slot, waiting for one as requests do.
 
         Raises:
-            UnknownAdapterError: no adapter has exactly this name.
+            AdapterNotLoadedError: no adapter has exactly this name.
             InvalidRequestError: other pins leave no slot for it.
             EngineError: it could not be read again from where it was loaded.
         """
@@ -228,7 +236,7 @@ class AdapterCatalog:
         """Let an adapter be evicted again.
 
         Raises:
-            UnknownAdapterError: no adapter has exactly this name.
+            AdapterNotLoadedError: no adapter has exactly this name.
         """
         async with self._serialised(name):
             digest = self._entry(name).digest
@@ -239,7 +247,7 @@ class AdapterCatalog:
         """One adapter's card.
 
         Raises:
-            UnknownAdapterError: no adapter has exactly this name.
+            AdapterNotLoadedError: no adapter has exactly this name.
         """
         entry = self._entry(name)
         states = await self._on_engine(lambda core: _states(core, [entry.digest]))
@@ -257,10 +265,7 @@ class AdapterCatalog:
     def _entry(self, name: str) -> AdapterEntry:
         entry = self._entries.get(name)
         if entry is None:
-            raise UnknownAdapterError(
-                f"adapter {name!r} is not loaded; loaded are: {', '.join(self._entries) or 'none'}",
-                param="lora_name",
-            )
+            raise AdapterNotLoadedError(name, tuple(self._entries))
         return entry
 
     def _check_current(self, name: str, *, load_inplace: bool, expected_digest: str | None) -> None:

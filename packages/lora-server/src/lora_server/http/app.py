@@ -16,9 +16,11 @@ from lora_server.http import (
     score,
     unavailable,
 )
+from lora_server.http.body_limit import BodyLimitMiddleware
 from lora_server.http.context import ContextMiddleware
 from lora_server.http.errors import install_handlers
 from lora_server.http.service import Service
+from lora_server.http.ui import build_ui_router
 
 
 def create_app(service: Service) -> FastAPI:
@@ -49,8 +51,11 @@ def create_app(service: Service) -> FastAPI:
         adapters.user_router,
         health.open_router,
         health.user_router,
+        build_ui_router(),
+        health.overview_router,
     ):
         app.include_router(router)
     install_handlers(app)
+    app.add_middleware(BodyLimitMiddleware, limits=service.body_limits)
     app.add_middleware(ContextMiddleware)
     return app

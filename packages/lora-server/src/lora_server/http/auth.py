@@ -1,66 +1,30 @@
-"""Who may call which route. Each route declares its level through its class.
+"""Routes that check the caller's key. Each route declares its level through its class.
 
 The key is checked before a body is read. Knows nothing of what the routes do.
 """
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any, ClassVar
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
-from lora_server.errors import AuthenticationError
+from lora_server.http.audit import AuditRecord, begin_record, written
+from lora_server.http.context import context_of
+from lora_server.http.keys import Access, ApiKeys
 
-
-class Access(StrEnum):
-    """What a route asks of its caller."""
-
-    OPEN = "open"
-    """No key: probes and scrapers carry none."""
-    USER = "user"
-    """An API key or the admin key."""
-    ADMIN = "admin"
-    """The admin key; the API keys where no admin key is set."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ApiKeys:
-    """The keys of the service. Without any key every route is open."""
-
-    user: tuple[str, ...] = ()
-    """Keys of ordinary callers."""
-    admin: str | None = None
-    """Key that management routes need, and that every other route takes as well."""
-
-    def accepted(self, access: Access) -> tuple[str, ...]:
-        """Keys that open a route of this level; empty means that no key is needed."""
-        if access is Access.OPEN:
-            return ()
-        if self.admin is None:
-            return self.user
-        if access is Access.ADMIN:
-            return (self.admin,)
-        return (*self.user, self.admin) if self.user else ()
-
-    def check(self, authorization: str | None, access: Access) -> None:
-        """Raise `AuthenticationError` unless the `Authorization` header opens this level."""
-        accepted = self.accepted(access)
-        if not accepted:
-            return
-        scheme, _, token = (authorization or "").partition(" ")
-        if scheme.lower() != "bearer" or not token:
-            raise AuthenticationError("an API key is needed: send 'Authorization: Bearer KEY'")
-        # Every key is compared, each in constant time, so that timing tells nothing of the match.
-        given = token.strip().encode("latin-1", "replace")
-        matches = [hmac.compare_digest(given, key.encode()) for key in accepted]
-        if not any(matches):
-            kind = "admin key" if access is Access.ADMIN and self.admin is not None else "API key"
-            raise AuthenticationError(f"this is not a valid {kind} for this route")
+__all__ = [
+    "Access",
+    "AdminRoute",
+    "ApiKeys",
+    "GuardedRoute",
+    "OpenRoute",
+    "OverviewRoute",
+    "UserRoute",
+    "audit_of",
+]
 
 
 class GuardedRoute(APIRoute):
@@ -74,7 +38,13 @@ class GuardedRoute(APIRoute):
 
         async def guarded(request: Request) -> Response:
             keys: ApiKeys = request.app.state.service.keys
-            keys.check(request.headers.get("authorization"), self.access)
+            authorization = request.headers.get("authorization")
+            context = context_of(request)
+            context.caller = keys.admit(authorization, self.access)
+            if context.audit is not None:
+                context.audit.key = context.caller.key.name
+            if context.caller.limits is not None:
+                context.caller.limits.take_request()
             return await handler(request)
 
         return guarded
@@ -87,12 +57,39 @@ class OpenRoute(GuardedRoute):
 
 
 class UserRoute(GuardedRoute):
-    """A route for callers with an API key."""
+    """A route for callers with an API key, which sees what its key may use."""
 
     access = Access.USER
 
 
+class OverviewRoute(GuardedRoute):
+    """A route that tells of all adapters."""
+
+    access = Access.OVERVIEW
+
+
 class AdminRoute(GuardedRoute):
-    """A route that changes what is served."""
+    """A route that changes what is served; each of its calls is a line of the audit log."""
 
     access = Access.ADMIN
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Wrap the guarded handler, so that refused calls are recorded too."""
+        handler = super().get_route_handler()
+
+        async def recorded(request: Request) -> Response:
+            context = context_of(request)
+            context.audit = begin_record(
+                request, action=f"{request.method} {self.path}", request_id=context.request_id
+            )
+            with written(context.audit):
+                return await handler(request)
+
+        return recorded
+
+
+def audit_of(request: Request) -> AuditRecord:
+    """Return the record of the management call that is being served."""
+    record = context_of(request).audit
+    assert record is not None, "only management routes are recorded"
+    return record

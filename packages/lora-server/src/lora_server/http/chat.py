@@ -16,6 +16,7 @@ from lora_server.http.logprobs import chat_logprobs
 from lora_server.http.prepare import (
     ChunkWriter,
     ReplyHead,
+    charge_tokens,
     choose,
     dumps,
     encode,
@@ -42,6 +43,7 @@ async def create_chat_completion(body: ChatBody, request: Request) -> Response:
     service = service_of(request)
     prompt = await _prepare(service, body)
     head, generation = start(service, body, selection, [prompt], id_prefix="chatcmpl")
+    charge_tokens(request, generation.usage)
     reply = _ChatReply(service.text, body, head, generation)
     if body.stream:
         return EventStream(reply.chunks(), request_id=context_of(request).request_id)

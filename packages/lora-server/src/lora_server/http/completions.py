@@ -9,7 +9,7 @@ from lora_server.http.auth import UserRoute
 from lora_server.http.completion_reply import CompletionReply
 from lora_server.http.context import context_of
 from lora_server.http.generation import PreparedPrompt
-from lora_server.http.prepare import choose, encode, limits_of, service_of, start
+from lora_server.http.prepare import charge_tokens, choose, encode, limits_of, service_of, start
 from lora_server.http.sampling import build_sampling, check_token_ids
 from lora_server.http.schemas.openai import CompletionBody
 from lora_server.http.service import Service
@@ -25,6 +25,7 @@ async def create_completion(body: CompletionBody, request: Request) -> Response:
     service = service_of(request)
     prompts = await _prepare(service, body)
     head, generation = start(service, body, selection, prompts, id_prefix="cmpl")
+    charge_tokens(request, generation.usage)
     reply = CompletionReply(service.text, body, head, generation)
     if body.stream:
         return EventStream(reply.chunks(), request_id=context_of(request).request_id)

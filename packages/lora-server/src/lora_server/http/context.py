@@ -13,7 +13,9 @@ from typing import Final
 from fastapi import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from lora_server.http.audit import AuditRecord
 from lora_server.http.errors import error_response, log_failure
+from lora_server.http.keys import Caller
 
 _MAX_REQUEST_ID_LEN: Final = 128
 
@@ -26,6 +28,10 @@ class ExchangeContext:
     """The client's own id where it sent a usable one."""
     adapter_label: str | None = None
     """What answers, for the header; None until the adapter is chosen."""
+    caller: Caller | None = None
+    """Who asks; None until the key is checked."""
+    audit: AuditRecord | None = None
+    """What is recorded of a management call."""
     held: ExitStack = field(default_factory=ExitStack)
     """What is kept until the reply is complete, or the client has left."""
 
@@ -72,6 +78,9 @@ def _headers(context: ExchangeContext) -> list[tuple[bytes, bytes]]:
     headers = [(b"x-request-id", context.request_id.encode())]
     if context.adapter_label is not None:
         headers.append((b"x-lora-adapter", context.adapter_label.encode()))
+    if context.caller is not None and context.caller.limits is not None:
+        limits = context.caller.limits.headers()
+        headers += [(name.encode(), value.encode()) for name, value in limits]
     return headers
 
 

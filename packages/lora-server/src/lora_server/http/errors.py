@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
@@ -22,9 +23,13 @@ from lora_server.errors import (
     InvalidAdapterRequestError,
     InvalidRequestError,
     ModelNotFoundError,
+    NameNotAllowedError,
     NotReadyError,
     PathNotAllowedError,
+    RateLimitError,
     RequestError,
+    RequestTimeoutError,
+    RequestTooLargeError,
     RuntimeLoadingDisabledError,
     ServerError,
     UnknownAdapterError,
@@ -40,11 +45,15 @@ _STATUSES: Final[Mapping[type[ServerError], int]] = MappingProxyType(
         AdapterConflictError: 400,
         AuthenticationError: 401,
         PathNotAllowedError: 403,
+        NameNotAllowedError: 403,
         RuntimeLoadingDisabledError: 403,
         ModelNotFoundError: 404,
         UnknownAdapterError: 404,
+        RequestTimeoutError: 408,
         DigestMismatchError: 409,
         GateFailedError: 409,
+        RequestTooLargeError: 413,
+        RateLimitError: 429,
         EngineError: 500,
         NotReadyError: 503,
     }
@@ -52,6 +61,7 @@ _STATUSES: Final[Mapping[type[ServerError], int]] = MappingProxyType(
 _SERVER_CODES: Final[Mapping[int, str]] = MappingProxyType(
     {500: "internal_error", 503: "not_ready"}
 )
+_CALLERS_FAULT: Final = "invalid_request_error"
 _ROUTE_CODES: Final[Mapping[int, str]] = MappingProxyType(
     {404: "unknown_url", 405: "method_not_allowed"}
 )
@@ -71,7 +81,8 @@ def error_body(error: Exception) -> dict[str, Any]:
         details = error.details
         if isinstance(error, InvalidAdapterRequestError) and not details:
             details = (error.message,)
-        return _body(error.message, code=error.code, param=error.param, details=details)
+        kind = error.what if isinstance(error, RateLimitError) else _CALLERS_FAULT
+        return _body(error.message, kind=kind, code=error.code, param=error.param, details=details)
     status = status_of(error)
     message = str(error) if isinstance(error, ServerError) else "the server failed on this request"
     return _body(message, kind="server_error", code=_SERVER_CODES.get(status, "internal_error"))
@@ -79,8 +90,19 @@ def error_body(error: Exception) -> dict[str, Any]:
 
 def error_response(error: Exception) -> Response:
     """Answer an error."""
-    headers = {"WWW-Authenticate": "Bearer"} if isinstance(error, AuthenticationError) else None
-    return _json_response(error_body(error), status_of(error), headers)
+    return _json_response(error_body(error), status_of(error), _headers_of(error))
+
+
+def _headers_of(error: Exception) -> Mapping[str, str] | None:
+    match error:
+        case AuthenticationError():
+            return {"WWW-Authenticate": "Bearer"}
+        case RateLimitError():
+            return {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
+        case RequestTooLargeError() | RequestTimeoutError():
+            # What is left of the body must not be taken for the next request.
+            return {"Connection": "close"}
+    return None
 
 
 def stream_error(error: Exception, request_id: str) -> str:
@@ -160,7 +182,7 @@ def _body(
     message: str,
     *,
     code: str,
-    kind: str = "invalid_request_error",
+    kind: str = _CALLERS_FAULT,
     param: str | None = None,
     details: Sequence[str] = (),
 ) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Routes for probes and scrapers, which carry no key, and the API's own description."""
+"""The probe, which carries no key, what scrapers read, and the API's own description."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from lora_server.http.auth import OpenRoute, UserRoute
+from lora_server.http.auth import OpenRoute, OverviewRoute, UserRoute
 from lora_server.http.prepare import service_of
 from lora_server.metrics import ScrapeState
 
 open_router = APIRouter(route_class=OpenRoute)
 user_router = APIRouter(route_class=UserRoute)
+overview_router = APIRouter(route_class=OverviewRoute)
 
 
 @open_router.get("/health")
@@ -24,13 +25,13 @@ async def get_health(request: Request) -> dict[str, str]:
     return {"status": readiness.phase.value}
 
 
-@open_router.get("/version")
+@user_router.get("/version")
 async def get_version(request: Request) -> dict[str, str]:
     """Return the server's version."""
     return {"version": service_of(request).version}
 
 
-@open_router.get("/metrics")
+@overview_router.get("/metrics")
 async def get_metrics(request: Request) -> Response:
     """Return all metrics in Prometheus' text format."""
     service = service_of(request)

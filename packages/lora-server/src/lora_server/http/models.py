@@ -18,7 +18,8 @@ router = APIRouter(route_class=UserRoute)
 async def list_models(request: Request) -> dict[str, Any]:
     """List everything that `model` may name."""
     service = service_of(request)
-    bases = [base_card(name, service) for name in service.catalog.base_names]
+    names = filter(service.catalog.is_base, service.catalog.base_names)
+    bases = [base_card(name, service) for name in names]
     adapters = [adapter_card(card, service) for card in await service.catalog.cards()]
     return card_list(bases + adapters)
 
@@ -34,4 +35,4 @@ async def get_model(name: str, request: Request) -> dict[str, Any]:
         return adapter_card(await service.catalog.card(entry.name), service)
     except UnknownAdapterError:
         # Unloaded between the two calls.
-        raise ModelNotFoundError(name, service.catalog.base_names) from None
+        raise ModelNotFoundError(name, service.catalog.names) from None

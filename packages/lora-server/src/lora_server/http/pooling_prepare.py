@@ -13,7 +13,9 @@ from fastapi import Request
 
 from lora_server.engine.pooling_request import PoolingKind, PoolingOutput, PoolingRequest
 from lora_server.errors import InvalidRequestError
+from lora_server.http.context import context_of
 from lora_server.http.errors import context_length_error
+from lora_server.http.limits import KeyLimits
 from lora_server.http.pooling_service import PoolingService
 from lora_server.http.pooling_text import EncodedText
 from lora_server.http.prepare import choose, service_of
@@ -36,6 +38,8 @@ class PoolingCall:
     body: PoolingBody
     unique: str
     """Part of the reply's id, and of the engine's request ids."""
+    limits: KeyLimits | None = None
+    """What the caller's key has left."""
 
     def head(self, kind: str, id_prefix: str) -> dict[str, Any]:
         """Return the fields with which a reply begins."""
@@ -60,8 +64,11 @@ class PoolingCall:
         """Answer every text; the first failure ends the others.
 
         Raises:
+            RateLimitError: the caller's key has used up its tokens.
             ServerError: the engine could not answer one of them.
         """
+        if self.limits is not None:
+            self.limits.take_tokens(sum(len(text.token_ids) for text in texts))
         requests = [
             PoolingRequest(
                 request_id=f"{self.unique}-{idx}",
@@ -117,8 +124,10 @@ def start_call(request: Request, body: PoolingBody) -> PoolingCall:
         raise InvalidRequestError(
             "truncate_prompt_tokens is 0, expected -1 or at least 1", param="truncate_prompt_tokens"
         )
+    caller = context_of(request).caller
     return PoolingCall(
         service=service,
+        limits=None if caller is None else caller.limits,
         pooling=pooling,
         selection=choose(request, body),
         body=body,

@@ -6,14 +6,14 @@ import asyncio
 import json
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
 from fastapi import Request
 
 from lora_server.http.choices import TextRules
 from lora_server.http.context import context_of
-from lora_server.http.generation import Generation, Plan, PreparedPrompt
+from lora_server.http.generation import Generation, Plan, PreparedPrompt, Usage
 from lora_server.http.sampling import Limits
 from lora_server.http.schemas.openai import (
     ChatBody,
@@ -24,6 +24,7 @@ from lora_server.http.schemas.openai import (
 from lora_server.http.select import HEADER, Selection, select
 from lora_server.http.service import Service
 from lora_server.http.text import TextProcessor
+from lora_server.http.visible import VisibleCatalog
 
 _LONG_TEXT_CHARS: Final = 8192
 # Made once: a call of json.dumps with these options makes a new one each time.
@@ -73,9 +74,26 @@ def dumps(value: object) -> str:
 
 
 def service_of(request: Request) -> Service:
-    """Return the service that the app was made for."""
+    """Return the service that the app was made for, with what the caller's key may use of it."""
     service: Service = request.app.state.service
-    return service
+    caller = context_of(request).caller
+    if caller is None or caller.key.sees_everything:
+        return service
+    return replace(service, catalog=VisibleCatalog(service.catalog, caller.key))
+
+
+def charge_tokens(request: Request, usage: Usage) -> None:
+    """Count a request's prompt against its key's allowance, and its answer once that is complete.
+
+    Raises:
+        RateLimitError: the key has used up its tokens.
+    """
+    context = context_of(request)
+    if context.caller is None or context.caller.limits is None:
+        return
+    limits = context.caller.limits
+    limits.take_tokens(usage.prompt_tokens)
+    context.held.callback(lambda: limits.settle(usage.completion_tokens))
 
 
 def limits_of(service: Service) -> Limits:

@@ -69,8 +69,8 @@ def select(
             f"model asks for {by_model.shown}, the header {HEADER} for {by_header.shown}",
             param="model",
         )
-    choice = by_model or by_header
-    if choice is None or choice.entry is None:
+    choice = by_model or by_header or _resolve(catalog, catalog.base_names[0], "model")
+    if choice.entry is None:
         asked = model or catalog.base_names[0]
         return Selection(model=asked, label=_NO_ADAPTER, metrics_label=BASE_LABEL)
     entry = choice.entry
@@ -122,6 +122,8 @@ def _header_choice(catalog: Catalog, values: Sequence[str]) -> _Choice | None:
     if not names:
         return None
     if names[0] == _NO_ADAPTER:
+        if not catalog.is_base(catalog.base_names[0]):
+            raise ModelNotFoundError(names[0], catalog.names, param=HEADER)
         return _Choice(None)
     return _resolve(catalog, names[0], HEADER)
 

@@ -16,7 +16,8 @@ from typing import Protocol
 from lora_server.engine.messages import EngineOutput
 from lora_server.engine.request import GenerationRequest
 from lora_server.errors import NotReadyError
-from lora_server.http.auth import ApiKeys
+from lora_server.http.body_limit import BodyLimits
+from lora_server.http.keys import ApiKeys
 from lora_server.http.pooling_service import PoolingService
 from lora_server.http.text import TextProcessor
 from lora_server.metrics import EngineSnapshot, ServerMetrics
@@ -123,6 +124,11 @@ class Catalog(Protocol):
         """Names of the base model, the first one first in replies."""
         ...
 
+    @property
+    def names(self) -> Sequence[str]:
+        """Names of the base model and of the adapters."""
+        ...
+
     def is_base(self, name: str) -> bool:
         """Whether `name` is one of the base model's, exactly."""
         ...
@@ -217,6 +223,7 @@ class Service:
     """What answers where the model does not generate; then `engine` only reports."""
     readiness: Readiness = field(default_factory=Readiness)
     keys: ApiKeys = field(default_factory=ApiKeys)
+    body_limits: BodyLimits = field(default_factory=BodyLimits)
     created_s: float = field(default_factory=time.time)
     """When the base model was loaded, seconds since 1970."""
     clock: Callable[[], float] = time.monotonic
