@@ -21,6 +21,7 @@ from lora_layers.errors import (
 from lora_layers.inject import WrapReport
 from lora_layers.manager import LoraModelManager
 from lora_layers.memory import StackForm, StackMemory
+from lora_layers.placement import WrittenSlot
 from lora_layers.step import RowRun
 
 __all__ = [
@@ -40,4 +41,5 @@ __all__ = [
     "TargetNotFoundError",
     "UnsupportedModuleError",
     "WrapReport",
+    "WrittenSlot",
 ]

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from lora_layers.content import PreparedAdapter
     from lora_layers.inject import WrapReport
     from lora_layers.memory import StackMemory
+    from lora_layers.placement import WrittenSlot
     from lora_weights import Adapter, ExpertShape, ModuleShape
 
 
@@ -302,7 +303,7 @@ class LoraModelManager:
             self._queue.begin(move.key, self._cache.get(move.key), move.slot)
         return lease
 
-    def advance(self, seconds: float = math.inf) -> None:
+    def advance(self, seconds: float = math.inf) -> Sequence[WrittenSlot]:
         """Go on writing the slots of `begin`; call it between two steps.
 
         On a CUDA device the copies run beside the steps, and a slot is written once its adapter
@@ -310,12 +311,17 @@ class LoraModelManager:
 
         Args:
             seconds: how long to work at most, give or take a module; infinite: until all is done.
+
+        Returns:
+            The slots that are written now, or could not be.
         """
-        for done in self._queue.advance(seconds):
+        written = self._queue.advance(seconds)
+        for done in written:
             if done.error is None:
                 self._cache.finish(done.key, done.slot, seconds=done.seconds)
             else:
                 self._cache.fail(done.key, done.slot, done.error, seconds=done.seconds)
+        return written
 
     @property
     def is_placing(self) -> bool:

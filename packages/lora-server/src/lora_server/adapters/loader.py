@@ -5,7 +5,6 @@ Knows nothing of names: what comes in is a folder, what goes out is ready for th
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import threading
@@ -38,8 +37,6 @@ if TYPE_CHECKING:
     from lora_layers import LoraModelManager, PreparedAdapter
     from lora_server.engine.core import AdapterEngine, Core
     from lora_weights import Adapter
-
-_log = logging.getLogger(__name__)
 
 _NICENESS = 10
 """Of the threads that read: where cores are short they get a tenth of what the engine gets."""
@@ -142,6 +139,7 @@ class AdapterLoader:
 
     def _refetch(self, engine: AdapterEngine, digest: str, path: str) -> None:
         result: PreparedAdapter | Exception
+        start = time.perf_counter()
         try:
             found = self.read(path)
             if found.digest == digest:
@@ -153,10 +151,11 @@ class AdapterLoader:
                 )
         except Exception as error:  # noqa: BLE001 - whatever it is, the waiting requests are told
             result = error
+        seconds = time.perf_counter() - start
 
         def finish(core: Core) -> None:
             if core.adapters is not None:
-                core.adapters.finish_fetch(digest, result)
+                core.adapters.finish_fetch(digest, result, seconds=seconds)
 
         engine.call(finish)
 

@@ -13,12 +13,23 @@ from lora_server.model.load import LoadedModel
 from lora_server.model.pooling_model import HeadRows
 
 if TYPE_CHECKING:
+    from lora_cache import EvictionHook
     from lora_server.config import ServerConfig
     from lora_server.model.pooling_model import LoadedPooler
 
 
-def wrap_model(model: LoadedModel | LoadedPooler, config: ServerConfig) -> LoraModelManager:
+def wrap_model(
+    model: LoadedModel | LoadedPooler,
+    config: ServerConfig,
+    *,
+    on_evict: EvictionHook[str] | None = None,
+) -> LoraModelManager:
     """Wrap a model in place and allocate its slots.
+
+    Args:
+        model: what to wrap.
+        config: the options.
+        on_evict: told of each adapter that has to make room for another.
 
     Raises:
         StartupError: the model has nothing to wrap, or the options name what it does not have.
@@ -40,6 +51,7 @@ def wrap_model(model: LoadedModel | LoadedPooler, config: ServerConfig) -> LoraM
                 allow_pin_all=config.allow_pin_all,
                 **_head_options(model, config),
             ),
+            on_evict=on_evict,
             is_paced=True,
         )
     except LayerError as error:

@@ -8,7 +8,6 @@ Knows nothing of KV blocks or token budgets.
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections import Counter
@@ -18,13 +17,13 @@ from typing import TYPE_CHECKING
 from lora_cache import HostTierFullError, Residency
 from lora_server.errors import EngineError, InvalidRequestError, UnknownAdapterError
 
+from .journal import AdapterJournal
+
 if TYPE_CHECKING:
     from lora_cache import Lease
     from lora_layers import LoraModelManager, PreparedAdapter
 
     from .scheduler import AdapterUser
-
-_log = logging.getLogger(__name__)
 
 Fetch = Callable[[str, str], None]
 """Starts reading the adapter (digest, path) in the background; the result comes back through
@@ -40,6 +39,7 @@ class AdapterAdmission:
         *,
         host_capacity: int,
         fetch: Fetch,
+        journal: AdapterJournal | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Start without adapters.
@@ -48,11 +48,14 @@ class AdapterAdmission:
             manager: both tiers, and the slots.
             host_capacity: adapters that the host tier holds.
             fetch: starts a background read.
+            journal: is told what happens to adapters; None keeps it in the log only.
             clock: seconds, for the time spent on writing slots.
         """
         self._manager = manager
         self._host_capacity = host_capacity
         self._fetch = fetch
+        self.journal = journal if journal is not None else AdapterJournal()
+        """What happens to adapters."""
         self._clock = clock
         self._writing_ends_s = -math.inf
         self._path_of: dict[str, str] = {}
@@ -97,6 +100,7 @@ class AdapterAdmission:
         self._failures.pop(digest, None)
         self._path_of[digest] = path
         self._name_of[digest] = name
+        self.journal.known(digest, name, prepared.nbytes)
 
     def _refuse_if_pinned(self, error: HostTierFullError, name: str) -> None:
         """Raise unless the end of some lease makes room in the host tier."""
@@ -117,6 +121,7 @@ class AdapterAdmission:
         self._failures.pop(digest, None)
         self._arrived.pop(digest, None)
         self.hits.pop(digest, None)
+        self.journal.retired(digest)
         if digest in self._manager:
             self._manager.remove(digest)
 
@@ -198,6 +203,14 @@ class AdapterAdmission:
         lease = self._manager.begin(digests)
         self.hits.update(found)
         self._write_slots()
+        thrash = self.journal.admitted(digests)
+        if thrash is not None:
+            self.journal.warn_of_thrash(
+                thrash,
+                num_slots=self._manager.config.max_loras,
+                slot_bytes=self._manager.slot_bytes,
+                host_capacity=self._host_capacity,
+            )
         return lease
 
     def open_step(self, *, seconds: float) -> None:
@@ -207,11 +220,15 @@ class AdapterAdmission:
 
     def finish_writing(self) -> None:
         """Write every slot that waits for it; nothing else can run meanwhile."""
-        self._manager.advance()
+        self._advance(math.inf)
 
     def _write_slots(self) -> None:
         if self._manager.has_slot_work:
-            self._manager.advance(max(self._writing_ends_s - self._clock(), 0.0))
+            self._advance(max(self._writing_ends_s - self._clock(), 0.0))
+
+    def _advance(self, seconds: float) -> None:
+        for slot in self._manager.advance(seconds):
+            self.journal.written(slot)
 
     def prefetch(self, users: Iterable[AdapterUser]) -> None:
         """Start fetching what the first sequences need, one more than the host tier can hold.
@@ -239,14 +256,23 @@ class AdapterAdmission:
                 self._fetching.add(digest)
                 self._fetch(digest, self._path_of[digest])
 
-    def finish_fetch(self, digest: str, result: PreparedAdapter | Exception) -> None:
-        """Take the outcome of a fetch. A failure ends the requests that wait for it, no others."""
+    def finish_fetch(
+        self, digest: str, result: PreparedAdapter | Exception, *, seconds: float = 0.0
+    ) -> None:
+        """Take the outcome of a fetch. A failure ends the requests that wait for it, no others.
+
+        Args:
+            digest: what was to be read.
+            result: what was read of it, or why it could not be.
+            seconds: how long that took.
+        """
         self._fetching.discard(digest)
         if digest not in self._path_of:
             return
+        error = result if isinstance(result, Exception) else None
+        self.journal.read_again(digest, seconds=seconds, error=error)
         if isinstance(result, Exception):
             shown = self.shown(digest)
-            _log.error("adapter %s (%s) could not be read again: %s", shown, digest[:12], result)
             self._failures[digest] = EngineError(
                 f"adapter {shown} (version {digest[:12]}) could not be read again: {result}"
             )

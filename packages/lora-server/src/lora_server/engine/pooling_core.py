@@ -13,6 +13,7 @@ import torch
 
 from lora_layers import NotLinearError
 from lora_server.errors import EngineError, InvalidRequestError
+from lora_server.logs import log_fields
 
 from .claims import SlotClaim
 from .messages import RequestFailed
@@ -199,7 +200,8 @@ class PoolingCore:
         if isinstance(error, NotLinearError):
             error = InvalidRequestError(str(error), param="lora")
         elif not isinstance(error, EngineError):
-            _log.error("request %s failed", request_id, exc_info=error)
+            extra = log_fields(request_id=sequence.request.exchange_id)
+            _log.error("request %s failed", request_id, exc_info=error, extra=extra)
             error = EngineError(f"{type(error).__name__}: {error}")
         return RequestFailed(request_id=request_id, error=error)
 

@@ -40,6 +40,8 @@ class PoolingRequest:
 
     n: int = 1
     """Answers; always one."""
+    exchange_id: str | None = None
+    """Names the HTTP request in log lines; not unique."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -77,3 +77,5 @@ class GenerationRequest:
     """Empty: the base model alone."""
     n: int = 1
     """Independent continuations; continuation i uses `seed + i`."""
+    exchange_id: str | None = None
+    """Names the HTTP request in log lines; not unique."""

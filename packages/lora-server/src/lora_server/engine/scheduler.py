@@ -104,11 +104,22 @@ class Scheduler:
         pool: BlockPool,
         adapters: AdapterGate | None,
         clock: Callable[[], float],
+        on_slot_wait: Callable[[float], None] | None = None,
     ) -> None:
+        """Start without sequences.
+
+        Args:
+            limits: of one step.
+            pool: the KV blocks.
+            adapters: who knows about slots; None where adapters are switched off.
+            clock: seconds.
+            on_slot_wait: told how long a sequence waited for slots, if it did, as it begins to run.
+        """
         self.limits = limits
         self.pool = pool
         self._adapters = adapters
         self._clock = clock
+        self._on_slot_wait = on_slot_wait
         self.waiting: list[SequenceState] = []
         """In order of arrival."""
         self.running: list[SequenceState] = []
@@ -354,13 +365,28 @@ class Scheduler:
             return False
         if self._adapters is None or not sequence.adapter_digests:
             return True
+        return self._has_slots(sequence, self._adapters)
+
+    def _has_slots(self, sequence: SequenceState, gate: AdapterGate) -> bool:
+        """Whether its adapters are in their slots; takes the slots if there is room for them."""
         if sequence.lease is None:
-            if self._draining in sequence.adapter_digests:
+            if self._draining in sequence.adapter_digests or not gate.is_runnable(sequence):
                 return False
-            if not self._adapters.is_runnable(sequence) or not self._adapters.can_admit(sequence):
-                return False
-            sequence.lease = self._adapters.begin(sequence)
-        return sequence.lease.is_ready
+            if gate.can_admit(sequence):
+                sequence.lease = gate.begin(sequence)
+        if sequence.lease is not None and sequence.lease.is_ready:
+            return True
+        self._note_slot_wait(sequence)
+        return False
+
+    def _note_slot_wait(self, sequence: SequenceState) -> None:
+        if sequence.blocked_since_s is None:
+            sequence.blocked_since_s = self._clock()
+
+    def _tell_slot_wait(self, sequence: SequenceState) -> None:
+        if sequence.blocked_since_s is not None and self._on_slot_wait is not None:
+            self._on_slot_wait(self._clock() - sequence.blocked_since_s)
+        sequence.blocked_since_s = None
 
     def _admit(self, sequence: SequenceState) -> bool:
         """Move a sequence that has its slots to the running ones, with blocks for all its tokens.
@@ -379,6 +405,7 @@ class Scheduler:
             sequence.num_cached_tokens = sequence.num_computed
             self.prefix_queries += sequence.num_prompt_tokens
             self.prefix_hits += sequence.num_computed
+        self._tell_slot_wait(sequence)
         sequence.admitted_s = self._clock()
         sequence.num_generated_before = sequence.num_generated
         self.waiting.remove(sequence)

@@ -26,6 +26,7 @@ class SequenceState:
         "arrival",
         "block_ids",
         "block_keys",
+        "blocked_since_s",
         "generator",
         "index",
         "is_finished",
@@ -69,6 +70,8 @@ class SequenceState:
         self.prompt_logprobs: list[TokenLogprob] = []
         self.runnable_since_s: float | None = None
         """When its adapters were first in the host tier while it waited; None before."""
+        self.blocked_since_s: float | None = None
+        """When it was first found to lack nothing but slots, or the copy into one; None before."""
         self.adapter_digests = frozenset(use.digest for use in request.adapters)
 
     def __repr__(self) -> str:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lora_server.errors import EngineError
+from lora_server.logs import log_fields
 
 from .batch import LogitsRows, StepBatch, build_batch
 from .claims import SlotClaim
@@ -98,7 +99,13 @@ class EngineCore:
         self.adapters = adapters
         self.max_model_len = max_model_len
         self.pool = pool
-        self.scheduler = Scheduler(limits=limits, pool=pool, adapters=adapters, clock=clock)
+        self.scheduler = Scheduler(
+            limits=limits,
+            pool=pool,
+            adapters=adapters,
+            clock=clock,
+            on_slot_wait=None if adapters is None else adapters.journal.waited_for_slot,
+        )
         self._clock = clock
         self._last_step_s = 0.0
         """What the last forward pass and its sampling took."""
@@ -236,7 +243,9 @@ class EngineCore:
         except Exception as error:  # noqa: BLE001 - whatever a row does, only it may end
             if len(chunks) == 1:
                 sequence = chunks[0].sequence
-                _log.exception("request %s failed", sequence.request.request_id)
+                request = sequence.request
+                extra = log_fields(request_id=request.exchange_id)
+                _log.exception("request %s failed", request.request_id, extra=extra)
                 return self._fail(sequence, EngineError(f"{type(error).__name__}: {error}"))
             _log.warning(
                 "a step of %d sequences failed: running each alone", len(chunks), exc_info=True
