@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 __all__ = [
+    "CpuKernels",
     "DeviceChoice",
     "Dtype",
     "LogFormat",
@@ -31,6 +32,7 @@ __all__ = [
 
 _MIN_HOST_ADAPTERS = 32
 _GENERAL, _MEMORY, _LORA, _LATER = "Service", "Engine and memory", "Adapters", "Later versions"
+_ACCESS = "Access and limits"
 
 
 def _later(text: str, kind: OptionKind) -> Mapping[str, Any]:
@@ -61,6 +63,14 @@ class DeviceChoice(StrEnum):
     AUTO = "auto"
     CPU = "cpu"
     CUDA = "cuda"
+
+
+class CpuKernels(StrEnum):
+    """Implementation of the LoRA operators and the base's products on a CPU."""
+
+    AUTO = "auto"
+    NATIVE = "native"
+    ATEN = "aten"
 
 
 class Task(StrEnum):
@@ -130,27 +140,6 @@ class ServerConfig:
             unset="the model as given",
         ),
     )
-    api_key: tuple[str, ...] = field(
-        default=(),
-        metadata=about(
-            "Key that clients must send; repeat the flag for several.",
-            _GENERAL,
-            OptionKind.TEXTS,
-            metavar="KEY",
-            unset="no key needed",
-            is_secret=True,
-        ),
-    )
-    admin_api_key: str | None = field(
-        default=None,
-        metadata=about(
-            "Key for loading, unloading, pinning and unpinning adapters.",
-            _GENERAL,
-            metavar="KEY",
-            unset="the API keys",
-            is_secret=True,
-        ),
-    )
     log_level: LogLevel = field(
         default=LogLevel.INFO,
         metadata=about(
@@ -208,6 +197,88 @@ class ServerConfig:
         ),
     )
 
+    api_key: tuple[str, ...] = field(
+        default=(),
+        metadata=about(
+            "Keys of which clients must send one, separated by spaces or commas.",
+            _ACCESS,
+            OptionKind.NAMES,
+            metavar="KEY",
+            unset="no key needed",
+            is_secret=True,
+        ),
+    )
+    admin_api_key: str | None = field(
+        default=None,
+        metadata=about(
+            "Key for loading, updating, unloading, pinning and unpinning adapters.",
+            _ACCESS,
+            metavar="KEY",
+            unset="the API keys",
+            is_secret=True,
+        ),
+    )
+    api_key_file: str | None = field(
+        default=None,
+        metadata=about(
+            "YAML or JSON file of further keys, each with its adapters, rights and limits; read "
+            "again when it changes and on SIGHUP.",
+            _ACCESS,
+            metavar="FILE",
+            unset="none",
+        ),
+    )
+    max_body_bytes: int = field(
+        default=32 * 1024**2,
+        metadata=about(
+            "Largest body of a request, such as 512K or 32M.",
+            _ACCESS,
+            OptionKind.BYTES,
+            unit="bytes",
+            minimum=1,
+        ),
+    )
+    request_header_timeout: float = field(
+        default=30.0,
+        metadata=about(
+            "Time for a new connection, or one that is used again, to send a request's headers.",
+            _ACCESS,
+            OptionKind.NUMBER,
+            unit="seconds",
+            minimum=0.1,
+        ),
+    )
+    request_body_timeout: float = field(
+        default=60.0,
+        metadata=about(
+            "Time for a request's body to arrive.",
+            _ACCESS,
+            OptionKind.NUMBER,
+            unit="seconds",
+            minimum=0.1,
+        ),
+    )
+    response_write_timeout: float = field(
+        default=60.0,
+        metadata=about(
+            "After this time without reading a client that is sent something is disconnected.",
+            _ACCESS,
+            OptionKind.NUMBER,
+            unit="seconds",
+            minimum=0.1,
+        ),
+    )
+    keep_alive_timeout: int = field(
+        default=30,
+        metadata=about(
+            "Time that a connection without requests is kept open.",
+            _ACCESS,
+            OptionKind.INTEGER,
+            unit="seconds",
+            minimum=1,
+        ),
+    )
+
     dtype: Dtype = field(
         default=Dtype.AUTO,
         metadata=about(
@@ -234,6 +305,16 @@ class ServerConfig:
             OptionKind.INTEGER,
             minimum=1,
             unset="torch's choice",
+        ),
+    )
+    cpu_kernels: CpuKernels = field(
+        default=CpuKernels.AUTO,
+        metadata=about(
+            "Operators on a CPU: native ones, compiled once by the machine's C++ compiler, or"
+            " torch's own; auto takes native ones where they run.",
+            _MEMORY,
+            OptionKind.CHOICE,
+            choices=tuple(CpuKernels),
         ),
     )
     task: Task = field(
@@ -466,6 +547,7 @@ class ServerConfig:
             for problem in value_problems(config_field, getattr(self, config_field.name))
         ]
         problems += _name_problems(self)
+        problems += _key_problems(self)
         problems += _adapter_problems(self)
         if problems:
             raise StartupError(problems)
@@ -500,6 +582,19 @@ def _name_problems(config: ServerConfig) -> list[str]:
         problems.append(
             f"--otlp-traces-endpoint is {endpoint!r}, expected http://... or https://..."
         )
+    return problems
+
+
+def _key_problems(config: ServerConfig) -> list[str]:
+    """Check the keys; no problem shows one."""
+    problems = []
+    if len(set(config.api_key)) != len(config.api_key):
+        problems.append("--api-key has a key twice")
+    if config.admin_api_key is not None and config.admin_api_key in config.api_key:
+        problems.append("--admin-api-key is one of --api-key, whose owners would all be admins")
+    for flag, keys in (("--api-key", config.api_key), ("--admin-api-key", (config.admin_api_key,))):
+        if any(key and (not key.isprintable() or not key.isascii() or " " in key) for key in keys):
+            problems.append(f"{flag}: expected printable ASCII without spaces")
     return problems
 
 

@@ -12,6 +12,7 @@ import torch
 from lora_server.adapters.catalog import AdapterCatalog
 from lora_server.adapters.loader import AdapterLoader
 from lora_server.adapters.paths import AdapterRoots
+from lora_server.cli.build_keys import build_body_limits, build_keys
 from lora_server.cli.build_pooling import build_pooling_service
 from lora_server.cli.gate_file import gate_file
 from lora_server.cli.running import Fetcher, RunningService
@@ -24,7 +25,6 @@ from lora_server.engine.request import GenerationRequest, SamplingParams
 from lora_server.engine.scheduler import SchedulerLimits
 from lora_server.engine.step import EngineCore
 from lora_server.errors import StartupError
-from lora_server.http.auth import ApiKeys
 from lora_server.http.service import Readiness, Service
 from lora_server.http.text import TextProcessor
 from lora_server.lora_modules import LoraModule, scan_folder
@@ -59,6 +59,7 @@ def build_service(config: ServerConfig) -> RunningService:
     gate = gate_file(config, task)
     if task is not Task.GENERATE:
         return build_pooling_service(config, task, num_threads=num_threads)
+    keys = build_keys(config)
     started = time.perf_counter()
     model = load_model(config.model, dtype=config.dtype, device=config.device)
     manager = wrap_model(model, config) if config.enable_lora else None
@@ -95,7 +96,8 @@ def build_service(config: ServerConfig) -> RunningService:
         metrics=ServerMetrics(),
         gate_file=gate,
         readiness=Readiness(),
-        keys=ApiKeys(user=config.api_key, admin=config.admin_api_key),
+        keys=keys,
+        body_limits=build_body_limits(config),
     )
     return RunningService(
         service=service,

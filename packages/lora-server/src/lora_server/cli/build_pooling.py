@@ -12,6 +12,7 @@ import torch
 from lora_server.adapters.catalog import AdapterCatalog
 from lora_server.adapters.loader import AdapterLoader
 from lora_server.adapters.paths import AdapterRoots
+from lora_server.cli.build_keys import build_body_limits, build_keys
 from lora_server.cli.running import Fetcher, RunningService
 from lora_server.cli.wrap import lora_dtype, wrap_model
 from lora_server.engine.admission import AdapterAdmission
@@ -20,7 +21,6 @@ from lora_server.engine.pooling_driver import PoolingEngine
 from lora_server.engine.pooling_request import PoolingKind, PoolingRequest
 from lora_server.engine.pooling_scheduler import PoolingLimits
 from lora_server.errors import StartupError
-from lora_server.http.auth import ApiKeys
 from lora_server.http.pooling_service import PoolingService
 from lora_server.http.pooling_text import PoolingText
 from lora_server.http.service import Readiness, Service
@@ -50,6 +50,7 @@ def build_pooling_service(config: ServerConfig, task: Task, *, num_threads: int)
     Raises:
         StartupError: with everything that keeps the service from starting.
     """
+    keys = build_keys(config)
     started = time.perf_counter()
     model = load_pooler(config.model, task, dtype=config.dtype, device=config.device)
     max_length = _max_length(config, model)
@@ -100,7 +101,8 @@ def build_pooling_service(config: ServerConfig, task: Task, *, num_threads: int)
             labels_of=catalog.labels_of,
         ),
         readiness=Readiness(),
-        keys=ApiKeys(user=config.api_key, admin=config.admin_api_key),
+        keys=keys,
+        body_limits=build_body_limits(config),
     )
     return RunningService(
         service=service,

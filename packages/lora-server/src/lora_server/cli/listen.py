@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import uvicorn
 
+from lora_server.cli.connections import ConnectionConfig, ConnectionLimits
+
 if TYPE_CHECKING:
     import socket
     from collections.abc import Callable
@@ -23,8 +25,6 @@ if TYPE_CHECKING:
 
 _DRAIN_S = 5
 """Seconds for streams to send their end after a signal."""
-_KEEP_ALIVE_S = 30
-"""Longer than the pauses of clients that reuse a connection."""
 
 
 class Endable(Protocol):
@@ -34,6 +34,9 @@ class Endable(Protocol):
     def app(self) -> FastAPI:
         """The application."""
 
+    def reload_keys(self) -> None:
+        """Read the file of keys again, if there is one."""
+
     def begin_shutdown(self) -> None:
         """End all running requests, so that their streams end."""
 
@@ -41,14 +44,14 @@ class Endable(Protocol):
 class ServiceServer(uvicorn.Server):
     """Listens for one service. The first signal ends its requests, the second one the wait."""
 
-    def __init__(self, service: Endable, *, log_level: LogLevel) -> None:
+    def __init__(self, service: Endable, *, log_level: LogLevel, limits: ConnectionLimits) -> None:
         super().__init__(
-            uvicorn.Config(
+            ConnectionConfig(
                 service.app,
+                limits=limits,
                 log_config=None,
                 ws="none",
                 access_log=log_level == "debug",
-                timeout_keep_alive=_KEEP_ALIVE_S,
                 timeout_graceful_shutdown=_DRAIN_S,
             )
         )
@@ -66,6 +69,9 @@ class ServiceServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, then tell `on_listening`."""
         await super().startup(sockets)
+        if hasattr(signal, "SIGHUP"):  # Windows has none
+            loop = asyncio.get_running_loop()
+            loop.add_signal_handler(signal.SIGHUP, self._service.reload_keys)
         if not self.should_exit and self.on_listening is not None:
             self.on_listening()
 

@@ -48,6 +48,10 @@ class RunningService:
         self._warm_up()
         self._service.readiness.phase = Phase.READY
 
+    def reload_keys(self) -> None:
+        """Read the file of keys again, if there is one. Called on the event loop's thread."""
+        self._service.keys.reload()
+
     def begin_shutdown(self) -> None:
         """Take no more requests and end the running ones, so that their streams end."""
         self._service.readiness.phase = Phase.DRAINING

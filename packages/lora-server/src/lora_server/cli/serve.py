@@ -10,6 +10,7 @@ import logging
 import socket
 import sys
 import threading
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
 from lora_server.cli.arguments import add_config_flags, read_config
@@ -17,7 +18,7 @@ from lora_server.errors import StartupError
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from fastapi import FastAPI
 
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
     from lora_server.options import ResolvedConfig
 
 _logger = logging.getLogger(__name__)
+_DEAD_PEERS: Mapping[str, int] = MappingProxyType(
+    # asked after a minute without a word, given up after three more
+    {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 20, "TCP_KEEPCNT": 9}
+)
 _USAGE = "lora-server serve MODEL [--lora-modules NAME=PATH ...] [options]"
 _EPILOG = (
     "Every option can also be set by a variable, LORA_SERVER_MAX_LORAS for --max-loras, or in the "
@@ -41,6 +46,9 @@ class Service(Protocol):
 
     def warm_up(self) -> None:
         """Run the model once, then say that the service is ready. Called on its own thread."""
+
+    def reload_keys(self) -> None:
+        """Read the file of keys again, if there is one. Called on SIGHUP."""
 
     def begin_shutdown(self) -> None:
         """End all running requests, so that their streams end. Returns without waiting."""
@@ -107,10 +115,16 @@ def serve(resolved: ResolvedConfig, build: Callable[[ServerConfig], Service]) ->
 
 
 def _serve_until_signal(config: ServerConfig, service: Service, listener: socket.socket) -> int:
+    from lora_server.cli.connections import ConnectionLimits
     from lora_server.cli.listen import ServiceServer
 
     failures: list[BaseException] = []
-    server = ServiceServer(service, log_level=config.log_level)
+    limits = ConnectionLimits(
+        header_timeout_s=config.request_header_timeout,
+        write_timeout_s=config.response_write_timeout,
+        keep_alive_s=config.keep_alive_timeout,
+    )
+    server = ServiceServer(service, log_level=config.log_level, limits=limits)
 
     def warm_up() -> None:
         try:
@@ -150,11 +164,20 @@ def bind_address(host: str, port: int) -> socket.socket:
         raise StartupError([f"--host {host!r} --port {port}: {error}"]) from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        _notice_dead_peers(listener)
         listener.bind(address)
     except OSError as error:
         listener.close()
         raise StartupError([f"cannot listen on {host}:{port}: {error.strerror}"]) from error
     return listener
+
+
+def _notice_dead_peers(listener: socket.socket) -> None:
+    """Close connections whose other end vanished without a word; they inherit these options."""
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _DEAD_PEERS.items():
+        if hasattr(socket, name):
+            listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _start_logging(config: ServerConfig) -> None:
@@ -166,6 +189,8 @@ def _start_logging(config: ServerConfig) -> None:
         force=True,
     )
     # one line for each call of an HTTP client is of use to somebody looking for a bug only
+    # what was changed, and by whom, is recorded at every level
+    logging.getLogger("lora_server.audit").setLevel(logging.INFO)
     quiet = logging.NOTSET if config.log_level == "debug" else logging.WARNING
     for name in ("httpx", "httpcore", "asyncio"):
         logging.getLogger(name).setLevel(quiet)
