@@ -84,7 +84,10 @@ def build(config):
     return Service()
 
 
-resolved = resolve({"model": "m", "port": PORT, "served_model_name": ["small"]}, environ={})
+options = {"model": "m", "port": PORT, "served_model_name": ["small"]}
+if MODE == "keys":
+    options["api_key_file"] = "keys.yaml"
+resolved = resolve(options, environ={})
 try:
     sys.exit(serve(resolved, build))
 except StartupError as error:
@@ -163,6 +166,33 @@ def test_small_packets_are_sent_at_once() -> None:
     with bind_address("127.0.0.1", 0) as listener:
         # asyncio turns the delay off for sockets with this protocol only
         assert listener.proto == socket.IPPROTO_TCP
+
+
+def test_connections_whose_other_end_vanished_are_noticed() -> None:
+    with bind_address("127.0.0.1", 0) as listener:
+        listener.listen()
+        with socket.create_connection(listener.getsockname()), listener.accept()[0] as accepted:
+            assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 60
+
+
+def test_a_hangup_reads_the_keys_again_and_ends_nothing(start: Callable[..., Process]) -> None:
+    process = start("keys")
+    url = process.url()
+
+    process.popen.send_signal(signal.SIGHUP)
+
+    process.wait_for("^reloaded$")
+    assert httpx.get(url + "/health", trust_env=False).status_code == 200
+
+
+def test_a_hangup_ends_a_service_without_a_file_of_keys(start: Callable[..., Process]) -> None:
+    process = start()
+    process.url()
+
+    process.popen.send_signal(signal.SIGHUP)
+
+    assert process.end() == -signal.SIGHUP
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -34,9 +34,6 @@ class Endable(Protocol):
     def app(self) -> FastAPI:
         """The application."""
 
-    def reload_keys(self) -> None:
-        """Read the file of keys again, if there is one."""
-
     def begin_shutdown(self) -> None:
         """End all running requests, so that their streams end."""
 
@@ -58,6 +55,8 @@ class ServiceServer(uvicorn.Server):
         self._service = service
         self.on_listening: Callable[[], None] | None = None
         """Called on the server's thread as soon as connections are accepted."""
+        self.on_hangup: Callable[[], None] | None = None
+        """Called on SIGHUP, which ends the server where this is None."""
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to end, or stop waiting; unlike uvicorn's, forgets the signal afterwards."""
@@ -69,9 +68,8 @@ class ServiceServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, then tell `on_listening`."""
         await super().startup(sockets)
-        if hasattr(signal, "SIGHUP"):  # Windows has none
-            loop = asyncio.get_running_loop()
-            loop.add_signal_handler(signal.SIGHUP, self._service.reload_keys)
+        if self.on_hangup is not None:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.on_hangup)
         if not self.should_exit and self.on_listening is not None:
             self.on_listening()
 

@@ -125,6 +125,8 @@ def _serve_until_signal(config: ServerConfig, service: Service, listener: socket
         keep_alive_s=config.keep_alive_timeout,
     )
     server = ServiceServer(service, log_level=config.log_level, limits=limits)
+    if config.api_key_file is not None:
+        server.on_hangup = service.reload_keys
 
     def warm_up() -> None:
         try:

@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 _CHECK_EVERY_S: Final = 1.0
 """How often the file's time stamp is looked at, at most."""
 
+_Secret = Annotated[str, Field(pattern=r"^[!-~]+$")]
 _PerMinute = Annotated[int, Field(ge=1)]
 
 
@@ -35,7 +36,7 @@ class KeyEntry(BaseModel):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
     """Shown in the audit log and in errors."""
-    key: Annotated[str, Field(pattern=r"^[!-~]+$", repr=False)] | None = None
+    key: Annotated[_Secret | None, Field(repr=False)] = None
     """The key itself: printable ASCII without spaces."""
     key_sha256: Annotated[str, Field(pattern=r"^[0-9a-fA-F]{64}$")] | None = None
     """Or its SHA-256 in hexadecimal, so that the file holds no secret."""
@@ -93,7 +94,7 @@ class KeyFile:
         self._checked_at = clock()
         self._keys = read_keys(self._path, taken=self._taken)
 
-    def keys(self) -> tuple[ApiKey, ...]:
+    def current(self) -> tuple[ApiKey, ...]:
         """Return the keys of the file as it is, or as it last was without a mistake."""
         now = self._clock()
         if now - self._checked_at >= _CHECK_EVERY_S:

@@ -79,7 +79,7 @@ ANYBODY: Final = Caller(key=ApiKey(name="anybody", digest=b""))
 class KeySource(Protocol):
     """Keys that may change while the service runs."""
 
-    def keys(self) -> Sequence[ApiKey]:
+    def current(self) -> Sequence[ApiKey]:
         """Return the keys of this moment."""
         ...
 
@@ -131,7 +131,7 @@ class ApiKeys:
         """
         if access is Access.OPEN:
             return ANYBODY
-        from_file = () if self._file is None else tuple(self._file.keys())
+        from_file = () if self._file is None else tuple(self._file.current())
         has_admin = bool(self._admin) or any(key.is_admin for key in from_file)
         needs_user = bool(self._user) or self._file is not None
         key = _find(authorization, (*self.fixed, *from_file))
