@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import logging
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from lora_server.engine.messages import RequestFailed
+from lora_server.errors import EngineError
+from lora_server.logs import fields_of
 
 if TYPE_CHECKING:
     from conftest import Harness
@@ -36,3 +41,81 @@ def test_the_clients_id_need_not_be_unique_for_the_engine(harness: Harness) -> N
         harness.post("/v1/completions", {"prompt": "x"}, headers={"X-Request-Id": "same"})
 
     assert len({request.request_id for request in harness.engine.requests}) == 2
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    return [
+        {"level": record.levelname, "message": record.getMessage(), **fields_of(record)}
+        for record in caplog.records
+        if record.name.startswith("lora_server")
+    ]
+
+
+def test_each_request_is_one_line_with_its_id_and_what_answered(
+    harness: Harness, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        harness.post(
+            "/v1/completions?x=secret",
+            {"model": "sql", "prompt": "a"},
+            headers={"X-Request-Id": "id-7"},
+        )
+
+    (line,) = lines(caplog)
+    assert line.pop("ms") > 0
+    assert line == {
+        "level": "INFO",
+        "message": "Request done",
+        "method": "POST",
+        "path": "/v1/completions",
+        "status": 200,
+        "adapter": "sql@73716c000000",
+    }
+
+
+def test_probes_and_scrapes_are_lines_for_debugging_only(
+    harness: Harness, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG):
+        harness.get("/health")
+
+    assert [line["level"] for line in lines(caplog)] == ["DEBUG"]
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_every_line_of_a_request_has_its_id_and_none_has_its_prompt(
+    is_stream: bool, harness: Harness, caplog: pytest.LogCaptureFixture
+) -> None:
+    written: list[dict[str, Any]] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            written.append({"text": self.format(record), **fields_of(record)})
+
+    handler = Handler()
+    root = logging.getLogger()
+    root.addHandler(handler)
+    try:
+        with caplog.at_level(logging.DEBUG):
+            for outcome in (EngineError("out of memory"), RuntimeError("broken")):
+                harness.engine.script = lambda request, error=outcome: [  # type: ignore[misc]
+                    RequestFailed(request_id=request.request_id, error=error)
+                ]
+                harness.post(
+                    "/v1/completions",
+                    {"prompt": "my secret diary", "stream": is_stream, "model": "sql"},
+                    headers={"X-Request-Id": "id-7"},
+                )
+    finally:
+        root.removeHandler(handler)
+
+    ours = [line for line in written if "Request done" in line["text"] or "id-7" in line["text"]]
+    assert len(ours) == 4
+    assert {line["request_id"] for line in ours} == {"id-7"}
+    assert "secret diary" not in str(written)
+
+
+def test_the_engine_learns_the_requests_id_for_its_own_lines(harness: Harness) -> None:
+    harness.post("/v1/completions", {"prompt": "x"}, headers={"X-Request-Id": "id-7"})
+
+    assert [request.exchange_id for request in harness.engine.requests] == ["id-7"]

@@ -7,7 +7,6 @@ retired in the engine once no name stands for it and no request that chose it is
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections import Counter
 from contextlib import asynccontextmanager, contextmanager
@@ -16,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from lora_cache import CacheError, Residency
+from lora_server.engine.journal import AdapterJournal
 from lora_server.engine.usage import AdapterUsage
 from lora_server.errors import (
     AdapterAlreadyLoadedError,
@@ -45,8 +45,6 @@ if TYPE_CHECKING:
 
     from .loader import AdapterLoader, ReadAdapter
     from .paths import AdapterRoots
-
-_log = logging.getLogger(__name__)
 
 R = TypeVar("R")
 
@@ -100,7 +98,18 @@ class AdapterCatalog:
         loader: AdapterLoader | None,
         roots: AdapterRoots,
         base_names: Sequence[str],
+        journal: AdapterJournal | None = None,
     ) -> None:
+        """Begin with the base's names.
+
+        Args:
+            engine: where versions live.
+            loader: reads adapters; None where they are switched off.
+            roots: below which folders that may be done at run time.
+            base_names: names of the base model.
+            journal: is told of loads and unloads; None keeps them in the log only.
+        """
+        self._journal = journal if journal is not None else AdapterJournal()
         self._engine = engine
         self._loader = loader
         self._roots = roots
@@ -196,14 +205,15 @@ class AdapterCatalog:
             real = self._roots.resolve(path)
             loader = self._require_loader()
             loop = asyncio.get_running_loop()
-            found = await loop.run_in_executor(loader.threads, loader.read, real)
-            with self.hold([found.digest]):
-                await self._on_engine(lambda core: _add(core, found, name))
-                if check is not None:
-                    await check(found.digest)
-                if pinned:
-                    await self._pin(found.digest, replaced=self._only_digest_of(name))
-                self._set_entry(name, found, None)
+            with self._failure_noted(name):
+                found = await loop.run_in_executor(loader.threads, loader.read, real)
+                with self.hold([found.digest]):
+                    await self._on_engine(lambda core: _add(core, found, name))
+                    if check is not None:
+                        await check(found.digest)
+                    if pinned:
+                        await self._pin(found.digest, replaced=self._only_digest_of(name))
+                    self._set_entry(name, found, None)
         return await self.card(name)
 
     async def unload(self, name: str) -> None:
@@ -216,7 +226,12 @@ class AdapterCatalog:
             entry = self._entry(name)
             del self._entries[name]
             self._let_go(entry.digest)
-            _log.info("Unloaded LoRA adapter %r digest=%s", name, entry.digest[:12])
+            self._journal.unloaded(
+                name,
+                entry.digest,
+                size_bytes=entry.size_bytes,
+                seconds=time.time() - entry.created_s,
+            )
 
     async def pin(self, name: str) -> AdapterCard:
         """Keep an adapter in its slot, waiting for one as requests do.
@@ -303,13 +318,13 @@ class AdapterCatalog:
         self._holds[found.digest] += 1
         if before is not None:
             self._let_go(before.digest)
-        _log.info(
-            "Loaded LoRA adapter %r digest=%s rank=%d bytes=%d seconds=%.3f",
+        self._journal.loaded(
             name,
-            found.digest[:12],
-            found.rank,
-            found.size_bytes,
-            found.load_s,
+            found.digest,
+            rank=found.rank,
+            size_bytes=found.size_bytes,
+            seconds=found.load_s,
+            replaced=None if before is None else before.digest,
         )
 
     def _let_go(self, digest: str) -> None:
@@ -323,6 +338,16 @@ class AdapterCatalog:
         if self._holds[digest] == 0:
             del self._holds[digest]
             self._engine.call(lambda core: core.retire(digest))
+
+    @contextmanager
+    def _failure_noted(self, name: str) -> Iterator[None]:
+        """Note why an adapter could not be loaded under a name, if so."""
+        start_s = time.perf_counter()
+        try:
+            yield
+        except Exception as error:
+            self._journal.load_failed(name, error, seconds=time.perf_counter() - start_s)
+            raise
 
     def _require_loader(self) -> AdapterLoader:
         if self._loader is None:

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request
 from lora_server.errors import ModelNotFoundError
 from lora_server.http.auth import AdminRoute, UserRoute, audit_of
 from lora_server.http.cards import adapter_card, card_list
+from lora_server.http.context import context_of
 from lora_server.http.gate import gate_of
 from lora_server.http.prepare import service_of
 from lora_server.http.schemas.adapters import LoadBody, UnloadBody
@@ -25,7 +26,7 @@ async def load_adapter(body: LoadBody, request: Request) -> dict[str, Any]:
     record = audit_of(request)
     record.name, record.path = body.lora_name, body.lora_path
     record.before = _digest_of(service, body.lora_name)
-    service.readiness.check()
+    context_of(request).held.enter_context(service.readiness.working())
     gate = await gate_of(service, body)
     card = await service.catalog.load(
         name=body.lora_name,

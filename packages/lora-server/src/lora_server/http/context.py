@@ -5,6 +5,8 @@ The middleware is plain ASGI: it costs one call a message and leaves streams as 
 
 from __future__ import annotations
 
+import logging
+import time
 import uuid
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -13,11 +15,17 @@ from typing import Final
 from fastapi import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from lora_server.exchange import Exchange, current_exchange
 from lora_server.http.audit import AuditRecord
 from lora_server.http.errors import error_response, log_failure
 from lora_server.http.keys import Caller
+from lora_server.logs import log_fields
+
+_log = logging.getLogger(__name__)
 
 _MAX_REQUEST_ID_LEN: Final = 128
+_READING: Final = frozenset({"GET", "HEAD"})
+"""Methods of probes, scrapes and the page's polling: one line for each would bury the others."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,7 +51,10 @@ def context_of(request: Request) -> ExchangeContext:
 
 
 class ContextMiddleware:
-    """Gives each exchange its context, and a last answer when something unexpected is raised."""
+    """Gives each exchange its context, and a last answer when something unexpected is raised.
+
+    Each exchange is one log line, without its query and body.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -53,14 +64,27 @@ class ContextMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        context = ExchangeContext(request_id=_request_id(scope))
+        exchange = _exchange(scope)
+        context = ExchangeContext(request_id=exchange.request_id)
         scope.setdefault("state", {})["context"] = context
-        has_started = False
+        token = current_exchange.set(exchange)
+        start_s = time.perf_counter()
+        try:
+            status = await self._serve(context, scope, receive, send)
+            _log_exchange(scope, context, status, time.perf_counter() - start_s)
+        finally:
+            current_exchange.reset(token)
+
+    async def _serve(
+        self, context: ExchangeContext, scope: Scope, receive: Receive, send: Send
+    ) -> int | None:
+        """Run the application; return the status that was sent, None where there was none."""
+        status: int | None = None
 
         async def send_with_headers(message: Message) -> None:
-            nonlocal has_started
+            nonlocal status
             if message["type"] == "http.response.start":
-                has_started = True
+                status = message["status"]
                 message["headers"] = [*message.get("headers", ()), *_headers(context)]
             await send(message)
 
@@ -68,10 +92,32 @@ class ContextMiddleware:
             with context.held:
                 await self.app(scope, receive, send_with_headers)
         except Exception as error:
-            if has_started:
+            if status is not None:
                 raise
             log_failure(error, context.request_id)
             await error_response(error)(scope, receive, send_with_headers)
+        return status
+
+
+def _log_exchange(
+    scope: Scope, context: ExchangeContext, status: int | None, seconds: float
+) -> None:
+    level = logging.DEBUG if scope["method"] in _READING else logging.INFO
+    if not _log.isEnabledFor(level):
+        return
+    # the undecoded form has no characters that could end the line
+    path = scope.get("raw_path") or scope["path"].encode()
+    _log.log(
+        level,
+        "Request done",
+        extra=log_fields(
+            method=scope["method"],
+            path=path.decode("latin-1").partition("?")[0],
+            status=status,
+            adapter=context.adapter_label,
+            ms=seconds * 1000,
+        ),
+    )
 
 
 def _headers(context: ExchangeContext) -> list[tuple[bytes, bytes]]:
@@ -84,11 +130,24 @@ def _headers(context: ExchangeContext) -> list[tuple[bytes, bytes]]:
     return headers
 
 
-def _request_id(scope: Scope) -> str:
-    """Take the client's id when it is short and printable, or make one."""
+def _exchange(scope: Scope) -> Exchange:
+    """Read the headers that say where a request comes from."""
+    request_id = traceparent = tracestate = None
     for name, value in scope["headers"]:
-        if name == b"x-request-id" and 0 < len(value) <= _MAX_REQUEST_ID_LEN:
-            text = value.decode("latin-1")
-            if text.isascii() and text.isprintable():
-                return str(text)
-    return uuid.uuid4().hex
+        if name == b"x-request-id":
+            request_id = request_id or _usable_id(value)
+        elif name == b"traceparent":
+            traceparent = value.decode("latin-1")
+        elif name == b"tracestate":
+            tracestate = value.decode("latin-1")
+    return Exchange(
+        request_id=request_id or uuid.uuid4().hex, traceparent=traceparent, tracestate=tracestate
+    )
+
+
+def _usable_id(value: bytes) -> str | None:
+    """Return the client's id when it is short and printable."""
+    if not 0 < len(value) <= _MAX_REQUEST_ID_LEN:
+        return None
+    text = value.decode("latin-1")
+    return text if text.isascii() and text.isprintable() else None

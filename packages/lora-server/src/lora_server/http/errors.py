@@ -34,6 +34,7 @@ from lora_server.errors import (
     ServerError,
     UnknownAdapterError,
 )
+from lora_server.logs import log_fields
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,8 @@ _STATUSES: Final[Mapping[type[ServerError], int]] = MappingProxyType(
 _SERVER_CODES: Final[Mapping[int, str]] = MappingProxyType(
     {500: "internal_error", 503: "not_ready"}
 )
+_RETRY_AFTER_S: Final = 2
+"""When to ask again while the server starts or drains: behind a balancer another one answers."""
 _CALLERS_FAULT: Final = "invalid_request_error"
 _ROUTE_CODES: Final[Mapping[int, str]] = MappingProxyType(
     {404: "unknown_url", 405: "method_not_allowed"}
@@ -99,6 +102,8 @@ def _headers_of(error: Exception) -> Mapping[str, str] | None:
             return {"WWW-Authenticate": "Bearer"}
         case RateLimitError():
             return {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
+        case NotReadyError():
+            return {"Retry-After": str(_RETRY_AFTER_S)}
         case RequestTooLargeError() | RequestTimeoutError():
             # What is left of the body must not be taken for the next request.
             return {"Connection": "close"}
@@ -114,7 +119,8 @@ def stream_error(error: Exception, request_id: str) -> str:
 def log_failure(error: Exception, request_id: str) -> None:
     """Log an error that is not the caller's, with its traceback and the request's id."""
     if status_of(error) == 500:  # noqa: PLR2004 - the status itself is the plainest name
-        logger.error("request %s failed", request_id, exc_info=error)
+        extra = log_fields(request_id=request_id)
+        logger.error("request %s failed", request_id, exc_info=error, extra=extra)
 
 
 def context_length_error(message: str, *, param: str) -> InvalidRequestError:

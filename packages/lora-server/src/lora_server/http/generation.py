@@ -7,7 +7,7 @@ the engine's iterators, and with them the engine's work.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -19,9 +19,10 @@ from lora_server.engine.messages import (
 )
 from lora_server.engine.request import AdapterUse, GenerationRequest, SamplingParams
 from lora_server.errors import EngineError
+from lora_server.exchange import current_request_id
 from lora_server.http.choices import Choice, ChoiceDelta, TextRules
 from lora_server.http.service import Service
-from lora_server.metrics import RequestTimer
+from lora_server.metrics import RequestRecord, RequestTimer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +81,14 @@ GenerationEvent = PromptScored | ChoiceDelta
 class Generation:
     """One run of a plan; iterate `events` once, then read `usage`."""
 
-    def __init__(self, service: Service, plan: Plan) -> None:
+    def __init__(
+        self,
+        service: Service,
+        plan: Plan,
+        *,
+        on_end: Callable[[RequestRecord], None] | None = None,
+    ) -> None:
+        """Prepare a run; `on_end` gets its numbers when it is over."""
         self.plan = plan
         self.usage = Usage(prompt_tokens=sum(len(prompt.token_ids) for prompt in plan.prompts))
         self._service = service
@@ -90,6 +98,7 @@ class Generation:
             clock=service.clock,
             num_prompt_tokens=self.usage.prompt_tokens,
             num_sequences=len(plan.prompts) * plan.n,
+            on_end=on_end,
         )
 
     async def events(self) -> AsyncGenerator[GenerationEvent, None]:
@@ -121,6 +130,7 @@ class Generation:
             sampling=prompt.sampling,
             adapters=self.plan.adapters,
             n=self.plan.n,
+            exchange_id=current_request_id(),
         )
         async with aclosing(self._service.engine.generate(request)) as outputs:
             async for event in self._follow(outputs, choices, prompt_idx):

@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from lora_server.errors import NotReadyError
 from lora_server.http.auth import OpenRoute, OverviewRoute, UserRoute
 from lora_server.http.prepare import service_of
 from lora_server.metrics import ScrapeState
@@ -18,11 +19,18 @@ overview_router = APIRouter(route_class=OverviewRoute)
 
 
 @open_router.get("/health")
-async def get_health(request: Request) -> dict[str, str]:
-    """Answer 200 while requests are taken, else 503."""
-    readiness = service_of(request).readiness
-    readiness.check()
-    return {"status": readiness.phase.value}
+async def get_health(request: Request, *, live: bool = False) -> dict[str, str]:
+    """Answer 200 while requests are taken, else 503.
+
+    With `live` answer 200 as long as the process can serve at all, also while it starts or drains:
+    a supervisor that starts it anew then would only make things worse.
+    """
+    service = service_of(request)
+    if not service.is_alive():
+        raise NotReadyError("the engine has stopped: only a new start helps")
+    if not live:
+        service.readiness.check()
+    return {"status": service.readiness.phase.value}
 
 
 @user_router.get("/version")
@@ -38,7 +46,9 @@ async def get_metrics(request: Request) -> Response:
     # The engine answers between two steps; waiting for that must not hold up the streams.
     engine = await asyncio.to_thread(service.engine.snapshot)
     state = ScrapeState(engine=engine, adapters=await service.catalog.cards(), now_s=service.now())
-    return Response(service.metrics.render(state), media_type=CONTENT_TYPE_LATEST)
+    # Thousands of series take tens of milliseconds to write.
+    text = await asyncio.to_thread(service.metrics.render, state)
+    return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
 @user_router.get("/openapi.json", include_in_schema=False)

@@ -13,6 +13,7 @@ from fastapi import Request
 
 from lora_server.engine.pooling_request import PoolingKind, PoolingOutput, PoolingRequest
 from lora_server.errors import InvalidRequestError
+from lora_server.exchange import current_request_id
 from lora_server.http.context import context_of
 from lora_server.http.errors import context_length_error
 from lora_server.http.limits import KeyLimits
@@ -23,6 +24,7 @@ from lora_server.http.sampling import check_token_ids
 from lora_server.http.schemas.pooling import PoolingBody
 from lora_server.http.select import Selection
 from lora_server.http.service import Service
+from lora_server.http.tracing import on_end
 from lora_server.metrics import RequestTimer
 
 _LONG_TEXT_CHARS: Final = 8192
@@ -76,6 +78,7 @@ class PoolingCall:
                 type_ids=text.type_ids,
                 kind=kind,
                 adapters=self.selection.adapters,
+                exchange_id=current_request_id(),
             )
             for idx, text in enumerate(texts)
         ]
@@ -85,6 +88,12 @@ class PoolingCall:
             clock=self.service.clock,
             num_prompt_tokens=sum(len(text.token_ids) for text in texts),
             num_sequences=len(texts),
+            on_end=on_end(
+                self.service,
+                self.selection,
+                operation="embeddings" if kind is PoolingKind.EMBED else "classify",
+                response_id=self.unique,
+            ),
         )
         with timer:
             outputs = await _all([self.pooling.engine.pool(request) for request in requests])

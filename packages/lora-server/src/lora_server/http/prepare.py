@@ -7,6 +7,7 @@ import json
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Final, Protocol
 
 from fastapi import Request
@@ -24,9 +25,12 @@ from lora_server.http.schemas.openai import (
 from lora_server.http.select import HEADER, Selection, select
 from lora_server.http.service import Service
 from lora_server.http.text import TextProcessor
+from lora_server.http.tracing import on_end
 from lora_server.http.visible import VisibleCatalog
 
 _LONG_TEXT_CHARS: Final = 8192
+_OPERATIONS: Final = MappingProxyType({"chatcmpl": "chat", "cmpl": "text_completion"})
+"""The beginning of a reply's id to what traces call the request."""
 # Made once: a call of json.dumps with these options makes a new one each time.
 _ENCODER: Final = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
@@ -121,7 +125,8 @@ def choose(request: Request, body: ChoosingBody) -> Selection:
         RequestError: as `select`.
     """
     service = service_of(request)
-    service.readiness.check()
+    context = context_of(request)
+    context.held.enter_context(service.readiness.working())
     selection = select(
         service.catalog,
         model=body.model,
@@ -129,7 +134,6 @@ def choose(request: Request, body: ChoosingBody) -> Selection:
         weighted=body.lora,
         max_loras=service.max_loras,
     )
-    context = context_of(request)
     # Nothing is awaited between the choice and the hold: the version cannot go away in between.
     context.held.enter_context(service.catalog.hold(use.digest for use in selection.adapters))
     context.adapter_label = selection.label
@@ -162,7 +166,8 @@ def start(
         rules=_rules(body),
         metrics_label=selection.metrics_label,
     )
-    return head, Generation(service, plan)
+    ended = on_end(service, selection, operation=_OPERATIONS[id_prefix], response_id=head.id)
+    return head, Generation(service, plan, on_end=ended)
 
 
 async def encode(text: TextProcessor, prompt: str, *, add_special_tokens: bool) -> list[int]:

@@ -6,8 +6,8 @@ Knows nothing of models, devices or files; the engine and the catalog of adapter
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -21,6 +21,7 @@ from lora_server.http.keys import ApiKeys
 from lora_server.http.pooling_service import PoolingService
 from lora_server.http.text import TextProcessor
 from lora_server.metrics import EngineSnapshot, ServerMetrics
+from lora_server.traces import Traces
 
 
 class GenerationEngine(Protocol):
@@ -192,11 +193,23 @@ class Readiness:
 
     def __init__(self, phase: Phase = Phase.STARTING) -> None:
         self.phase = phase
+        self.num_running = 0
+        """Requests that were taken and whose replies are not complete."""
 
     def check(self) -> None:
         """Raise `NotReadyError` unless requests are taken."""
         if self.phase is not Phase.READY:
             raise NotReadyError(f"the server is {self.phase.value}")
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Take a request and count it as running while the block lasts; else as `check`."""
+        self.check()
+        self.num_running += 1
+        try:
+            yield
+        finally:
+            self.num_running -= 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,6 +235,10 @@ class Service:
     pooling: PoolingService | None = None
     """What answers where the model does not generate; then `engine` only reports."""
     readiness: Readiness = field(default_factory=Readiness)
+    is_alive: Callable[[], bool] = lambda: True
+    """Whether the engine's thread runs."""
+    traces: Traces | None = None
+    """Where spans go; None makes none."""
     keys: ApiKeys = field(default_factory=ApiKeys)
     body_limits: BodyLimits = field(default_factory=BodyLimits)
     created_s: float = field(default_factory=time.time)
