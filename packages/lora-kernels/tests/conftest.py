@@ -21,6 +21,7 @@ from lora_kernels import (
     build_routing,
 )
 from lora_kernels._aten import plan as plan_module
+from lora_kernels.native import why_not_native
 
 if TYPE_CHECKING:
     from lora_kernels._aten.plan import Way
@@ -254,6 +255,10 @@ def make_expert_step() -> ExpertStepBuilder:
     return build_expert_step
 
 
+NATIVE = [Backend.NATIVE] if why_not_native() is None else []
+"""Tested where they run; elsewhere everything is done without them."""
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> Iterator[None]:
     """The tests' products are so small that a second thread only costs."""
@@ -285,6 +290,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     params=[
         Backend.REFERENCE,
         Backend.ATEN,
+        *NATIVE,
         pytest.param(Backend.TRITON, marks=pytest.mark.triton),
     ]
 )

@@ -22,6 +22,10 @@ class Backend(StrEnum):
     ATEN = "aten"
     """Matrix products of torch, arranged for CPUs; needs no compiler. Runs on any device."""
 
+    NATIVE = "native"
+    """C++ for CPUs with AVX-512, compiled at the first use (`lora_kernels.native`): `apply_lora_`
+    of float32 and bfloat16. Whatever the kernels do not take runs as `ATEN`."""
+
     TRITON = "triton"
     """Kernels for CUDA and ROCm, from the extra `triton`; also in Triton's interpreter."""
 

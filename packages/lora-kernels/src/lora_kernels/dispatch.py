@@ -14,6 +14,7 @@ from lora_kernels._aten import embedding as aten_embedding
 from lora_kernels._aten import invariant, linear
 from lora_kernels._aten import moe as aten_moe
 from lora_kernels._aten.affine import apply_affine_
+from lora_kernels._native import linear as native
 from lora_kernels.backend import Backend
 from lora_kernels.reference import embedding as reference_embedding
 from lora_kernels.reference import linear as reference
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from lora_kernels.routing import Routing
     from lora_kernels.weights import StackedWeights
 
+_ATEN = (Backend.ATEN, Backend.NATIVE)
+"""Backends that do with torch's operators what has no kernel of their own."""
+
 
 @torch.no_grad()
 def shrink(
@@ -38,7 +42,7 @@ def shrink(
     batch_invariant: bool,
 ) -> Tensor:
     """Run `shrink` for a routing with entries."""
-    if backend is Backend.ATEN:
+    if backend in _ATEN:
         if batch_invariant:
             return invariant.shrink(x, weights, routing)
         return linear.shrink(x, weights, routing)
@@ -60,7 +64,7 @@ def expand_(
     batch_invariant: bool,
 ) -> Tensor:
     """Run `expand_` for a routing with entries."""
-    if backend is Backend.ATEN:
+    if backend in _ATEN:
         aten = invariant if batch_invariant else linear
         aten.expand_(y, v, weights, routing)
         return apply_affine_(y, weights, routing, batch_invariant=batch_invariant)
@@ -82,7 +86,11 @@ def apply_lora_(
     batch_invariant: bool,
 ) -> Tensor:
     """Run `apply_lora_` for a routing with entries."""
-    if backend is Backend.ATEN:
+    is_native = backend is Backend.NATIVE and not batch_invariant
+    if is_native and native.can_apply(y, x, weights, routing):
+        native.apply_lora_(y, x, weights, routing)
+        return apply_affine_(y, weights, routing, batch_invariant=batch_invariant)
+    if backend in _ATEN:
         aten = invariant if batch_invariant else linear
         aten.apply_lora_(y, x, weights, routing)
         return apply_affine_(y, weights, routing, batch_invariant=batch_invariant)
@@ -104,7 +112,7 @@ def embedding_lora_(
     batch_invariant: bool,
 ) -> Tensor:
     """Run `embedding_lora_` for a routing with entries."""
-    if backend is Backend.ATEN:
+    if backend in _ATEN:
         aten = invariant if batch_invariant else aten_embedding
         aten.embedding_lora_(y, token_ids, weights, routing)
         return apply_affine_(y, weights, routing, batch_invariant=batch_invariant)
@@ -128,7 +136,7 @@ def moe_lora_(
     backend: Backend,
 ) -> Tensor:
     """Run `moe_lora_` for a routing with entries."""
-    if backend is Backend.ATEN:
+    if backend in _ATEN:
         return aten_moe.moe_lora_(y, x, weights, expert_routing, router_weights)
     if backend is Backend.REFERENCE:
         return reference_moe.moe_lora_(y, x, weights, expert_routing, router_weights)

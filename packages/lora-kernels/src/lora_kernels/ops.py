@@ -13,6 +13,7 @@ import torch
 
 from lora_kernels import dispatch, library
 from lora_kernels._aten import linear as aten
+from lora_kernels._native import linear as native
 from lora_kernels.backend import Backend
 from lora_kernels.checks import (
     check_activations,
@@ -165,6 +166,9 @@ def apply_lora_(
     if torch.compiler.is_compiling():
         step = library.step_arguments(weights, routing, backend, batch_invariant=batch_invariant)
         torch.ops.lora_kernels.apply_lora_(y, x, *step)
+        return y
+    is_native = backend is Backend.NATIVE and not batch_invariant
+    if is_native and native.apply_lora_again_(y, x, weights, routing):
         return y
     is_aten = backend is Backend.ATEN and not batch_invariant
     if is_aten and aten.apply_lora_again_(y, x, weights, routing):

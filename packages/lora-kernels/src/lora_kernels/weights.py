@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -18,7 +18,7 @@ from lora_kernels.bounds import SlotBounds
 from lora_kernels.errors import KernelArgumentError, UnsupportedShapeError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Hashable, Sequence
 
     from torch import Tensor
 
@@ -74,6 +74,8 @@ class StackedWeights:
         self.chunk = math.gcd(*self.out_features)
         chunk_counts = torch.tensor([out // self.chunk for out in self.out_features])
         self.slice_of_chunk = torch.repeat_interleave(chunk_counts).to(b_storage.device)
+        self.derived: dict[Hashable, Any] = {}
+        """What a backend has worked out for this storage and keeps for the next calls."""
         self._out_blocks: dict[int, Tensor] = {}
         self._first_ranks: dict[int, Pair] = {}
         self._slot_factors: dict[tuple[int, int], Pair] = {}

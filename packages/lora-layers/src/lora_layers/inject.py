@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from lora_kernels import StackedWeights
+from lora_kernels import Backend, StackedWeights
 from lora_layers.heads import find_heads
 from lora_layers.targets import (
     Site,
@@ -234,7 +234,9 @@ class Injector:
             cell=step.tokens,
             backend=self._config.backend,
         )
-        group = PackedGroup(linears, stack, prepack=self._config.prepack_linear)
+        group = PackedGroup(
+            linears, stack, prepack=self._config.prepack_linear, native=self._is_native
+        )
         if self._config.prepack_linear and can_prepack(group.weight):
             self._injection.prepacked[path] = group.weight.nbytes
         self._injection.groups.append(group)
@@ -294,6 +296,10 @@ class Injector:
         self._injection.stacks[site.path] = stack
         self._replace(places, LoraExperts(site.module, stack))
 
+    @property
+    def _is_native(self) -> bool:
+        return self._config.backend is Backend.NATIVE
+
     def _prepacked(self, site: Site) -> Callable[[Tensor], Tensor] | None:
         """Return a prepacked product for a module that is nothing but a product."""
         module = site.module
@@ -302,7 +308,7 @@ class Injector:
             return None
         if linear.is_transposed or not is_plain_linear(module):
             return None
-        product = prepack_product(module.weight, module.bias)
+        product = prepack_product(module.weight, module.bias, native=self._is_native)
         if product is not None:
             self._injection.prepacked[site.path] = module.weight.nbytes
         return product

@@ -23,6 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lora_kernels import BackendUnavailableError, UnsupportedShapeError
+from lora_kernels.native import PackedProduct
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -84,12 +87,17 @@ def make_product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tens
     return product
 
 
-def prepack_product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
-    """Return the same product over a copy of the weight in oneDNN's layout.
+def prepack_product(
+    weight: Tensor, bias: Tensor | None, *, native: bool = False
+) -> Callable[[Tensor], Tensor] | None:
+    """Return the same product over a copy of the weight in oneDNN's, or the kernels', layout.
 
     Args:
         weight: `[O, I]`. It is read once more on each call of many rows, so it must stay.
         bias: `[O]` or None.
+        native: use `lora_kernels.native.PackedProduct` where it exists and takes the weight: over
+            all linear modules of SmolLM2-135M 9.0 ms instead of 13.4 at 16 rows, 20 instead of 26
+            at 128, 63 instead of 67 to 74 at 512, on the machine above.
 
     Returns:
         None where it does not pay or does not exist: other dtypes than bfloat16, other devices than
@@ -99,6 +107,11 @@ def prepack_product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], T
         return None
     if weight.is_meta:
         return make_product(weight, bias)  # never called: only the choice is of use
+    if native:
+        try:
+            return PackedProduct(weight, bias)
+        except (UnsupportedShapeError, BackendUnavailableError):
+            pass  # widths that are no multiples of a tile, or a processor without tiles
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), TYPICAL_ROWS)  # noqa: SLF001
     multiply = torch.ops.mkldnn._linear_pointwise.default  # noqa: SLF001
     in_features = weight.shape[1]

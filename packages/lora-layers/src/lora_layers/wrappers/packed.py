@@ -34,7 +34,12 @@ class PackedGroup:
     """
 
     def __init__(
-        self, members: Sequence[nn.Linear], stack: SlotStack, *, prepack: bool = False
+        self,
+        members: Sequence[nn.Linear],
+        stack: SlotStack,
+        *,
+        prepack: bool = False,
+        native: bool = False,
     ) -> None:
         """Fuse the members: their parameters become views of one weight `[sum O_p, I]`.
 
@@ -42,6 +47,7 @@ class PackedGroup:
             members: plain linear modules of one input width, dtype and device.
             stack: slots with one slice a member.
             prepack: use a prepacked product where it pays.
+            native: let it be the native kernels' where they have one.
         """
         self.stack = stack
         self._members = tuple(members)
@@ -53,7 +59,7 @@ class PackedGroup:
         self._slices: tuple[Tensor, ...] = ()
         self.weight = _fuse_weights(self._members)
         self.bias = _fuse_biases(self._members)
-        packed = prepack_product(self.weight, self.bias) if prepack else None
+        packed = prepack_product(self.weight, self.bias, native=native) if prepack else None
         self._product = packed or make_product(self.weight, self.bias)
 
     def slice_for(self, index: int, x: Tensor) -> Tensor:

@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, TypedDict
 
 import torch
 
+from lora_kernels import Backend
+from lora_kernels.native import why_not_native
 from lora_layers import LayerError, LoraModelConfig, LoraModelManager
+from lora_server.config import CpuKernels
 from lora_server.errors import StartupError
 from lora_server.model.families import PACKED_MODULES, fused_modules
 from lora_server.model.load import LoadedModel
-from lora_server.model.pooling_model import HeadRows
 
 if TYPE_CHECKING:
     from lora_cache import EvictionHook
     from lora_server.config import ServerConfig
+    from lora_server.model.planned import PlannedModel
     from lora_server.model.pooling_model import LoadedPooler
+
+_log = logging.getLogger(__name__)
 
 
 def wrap_model(
-    model: LoadedModel | LoadedPooler,
+    model: LoadedModel | LoadedPooler | PlannedModel,
     config: ServerConfig,
     *,
     on_evict: EvictionHook[str] | None = None,
 ) -> LoraModelManager:
-    """Wrap a model in place and allocate its slots.
+    """Wrap a model in place and allocate its slots; those of a planned one take no memory.
 
     Args:
         model: what to wrap.
@@ -47,6 +53,7 @@ def wrap_model(
                 packed_modules=PACKED_MODULES,
                 fused_modules=fused_modules(model.text_config),
                 moe_shared_loras=config.enable_moe_shared_loras,
+                backend=choose_backend(config, model.device),
                 prepack_linear=model.device.type == "cpu" and model.dtype == torch.bfloat16,
                 allow_pin_all=config.allow_pin_all,
                 **_head_options(model, config),
@@ -58,17 +65,36 @@ def wrap_model(
         raise StartupError([str(error)]) from error
 
 
+def choose_backend(config: ServerConfig, device: torch.device) -> Backend:
+    """Return the operators' implementation; compiles the native kernels where they are wanted.
+
+    Raises:
+        StartupError: they were asked for by name and cannot run here.
+    """
+    if device.type != "cpu" or config.cpu_kernels is CpuKernels.ATEN:
+        return Backend.for_device(device)
+    reason = why_not_native()
+    if reason is None:
+        return Backend.NATIVE
+    if config.cpu_kernels is CpuKernels.NATIVE:
+        raise StartupError([f"--cpu-kernels native: {reason}"])
+    _log.info("slower operators of torch are used: %s", reason)
+    return Backend.ATEN
+
+
 class _HeadOptions(TypedDict, total=False):
     logits_modules: frozenset[str]
     max_labels: int | None
     head_task_type: str
 
 
-def _head_options(model: LoadedModel | LoadedPooler, config: ServerConfig) -> _HeadOptions:
+def _head_options(
+    model: LoadedModel | LoadedPooler | PlannedModel, config: ServerConfig
+) -> _HeadOptions:
     """Return what `LoraModelConfig` must know of a model that does not generate."""
-    if isinstance(model, LoadedModel):
+    if isinstance(model, LoadedModel) or not model.has_head_rows:
         return {}
-    is_per_token = model.head is not None and model.head.rows is HeadRows.ALL
+    is_per_token = model.is_per_token
     return {
         "logits_modules": model.head_paths,
         "max_labels": config.max_lora_cls_labels,

@@ -1,0 +1,99 @@
+"""`apply_lora_` in one call of C++: both products, every segment, every slice.
+
+Products and sums are in float32 whatever the dtype; the result is rounded once. The order of every
+sum depends on the module's widths alone: a row has the same bits in any company that the kernel
+takes. Steps in which a token has several entries run otherwise, so that this is not the form which
+`batch_invariant` asks for.
+
+Letters: `T` tokens, `E` entries, `G` segments, `N` slots, `P` slices, `I` in, `O` out.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from lora_kernels._native.kernels import native_kernels
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lora_kernels.routing import Routing
+    from lora_kernels.weights import StackedWeights
+
+    Table = tuple[int, list[Tensor]]
+
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def can_apply(y: Tensor, x: Tensor, weights: StackedWeights, routing: Routing) -> bool:
+    """Whether the kernel takes these arguments.
+
+    `False` says nothing of whether they are right: shapes that do not fit, other dtypes, rows that
+    are not contiguous, tokens with several entries, devices other than the CPU.
+    """
+    dtype = weights.dtype
+    return (
+        x.dtype is dtype
+        and y.dtype is dtype
+        and dtype in _DTYPES
+        and x.shape == (routing.num_tokens, weights.in_features)
+        and y.shape == (routing.num_tokens, weights.total_out_features)
+        and x.stride(1) == 1
+        and y.stride(1) == 1
+        and weights.num_slots == routing.num_slots
+        and not routing.has_repeated_tokens
+        and not routing.is_padded
+        and x.device.type == y.device.type == weights.device.type == routing.device.type == "cpu"
+    )
+
+
+def apply_lora_(y: Tensor, x: Tensor, weights: StackedWeights, routing: Routing) -> Tensor:
+    """Add the pairs' part, without gains and biases; arguments for which `can_apply` holds."""
+    call = native_kernels().apply_lora[weights.dtype]
+    module, step = _module_table(weights), _step_table(routing)
+    call(module[0], step[0], x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0))
+    return y
+
+
+def apply_lora_again_(y: Tensor, x: Tensor, weights: StackedWeights, routing: Routing) -> bool:
+    """Add the pairs' part where all checks of the operator are known to hold.
+
+    Returns:
+        Whether it was done; `False` where anything is unusual, or a slot has a gain or a bias.
+    """
+    if weights.affine is not None or torch.is_grad_enabled():
+        return False
+    if not can_apply(y, x, weights, routing):
+        return False
+    apply_lora_(y, x, weights, routing)
+    return True
+
+
+def _module_table(weights: StackedWeights) -> Table:
+    """Return the address of `Module` of lora.cpp, made once, and what must live as long."""
+    table: Table | None = weights.derived.get(_module_table)
+    if table is None:
+        bounds = [0, *(end for _, end in weights.out_ranges)]
+        ranges = torch.tensor(bounds, dtype=torch.int64)
+        tensors = (weights.a_storage, weights.b_storage, weights.slot_table, ranges)
+        sizes = (weights.num_slices, weights.num_slots)
+        widths = (weights.in_features, weights.total_out_features)
+        fields = torch.tensor([*(tensor.data_ptr() for tensor in tensors), *sizes, *widths])
+        table = weights.derived[_module_table] = fields.data_ptr(), [fields, ranges]
+    return table
+
+
+def _step_table(routing: Routing) -> Table:
+    """Return the address of `Step` of lora.cpp, made once a step, and what must live as long."""
+    table: Table | None = routing.derived.get(_step_table)
+    if table is None:
+        names = (routing.token_idx, routing.scales, routing.seg_indptr, routing.seg_slots)
+        tensors = [tensor.contiguous() for tensor in names]
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        if routing.has_unit_scales:
+            addresses[1] = 0
+        fields = torch.tensor([*addresses, len(routing.segments)])
+        table = routing.derived[_step_table] = fields.data_ptr(), [fields, *tensors]
+    return table
