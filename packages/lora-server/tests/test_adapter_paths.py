@@ -51,6 +51,48 @@ def test_what_leads_out_of_every_root_is_refused(root: Path, path: str) -> None:
         AdapterRoots([str(root)]).resolve(path)
 
 
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json", "shards"])
+@pytest.mark.parametrize("target", ["outside/secret", "outside", "nowhere"])
+def test_a_file_that_is_linked_from_outside_is_refused(root: Path, name: str, target: str) -> None:
+    (root.parent / "outside" / "secret").write_text("secret")
+    (root / "law v1" / name).symlink_to(root.parent / target)
+
+    with pytest.raises(PathNotAllowedError, match=f"links that lead out.*'{name}'") as caught:
+        AdapterRoots([str(root)]).resolve("law v1")
+
+    assert "outside/secret" not in str(caught.value)
+
+
+def test_a_link_that_leads_out_by_way_of_another_is_refused(root: Path) -> None:
+    (root / "step").symlink_to(root.parent / "outside")
+    (root / "law v1" / "adapter_config.json").symlink_to(root / "step" / "config")
+
+    with pytest.raises(PathNotAllowedError):
+        AdapterRoots([str(root)]).resolve("law v1")
+
+
+def test_links_between_folders_below_the_roots_are_followed(root: Path, tmp_path: Path) -> None:
+    other = tmp_path / "blobs"
+    other.mkdir()
+    (other / "abc").write_text("{}")
+    (root / "law v1" / "adapter_config.json").symlink_to(other / "abc")
+    (root / "law v1" / "again.json").symlink_to("adapter_config.json")
+
+    assert AdapterRoots([str(root), str(other)]).resolve("law v1") == root / "law v1"
+    with pytest.raises(PathNotAllowedError, match=r"'adapter_config.json', 'again.json'"):
+        AdapterRoots([str(root)]).resolve("law v1")
+
+
+def test_a_loop_of_links_is_refused(root: Path) -> None:
+    (root / "law v1" / "one").symlink_to("two")
+    (root / "law v1" / "two").symlink_to("one")
+    (root / "loop").symlink_to("loop")
+
+    for path in ("law v1", "loop"):
+        with pytest.raises(PathNotAllowedError):
+            AdapterRoots([str(root)]).resolve(path)
+
+
 def test_a_sibling_whose_name_begins_like_a_root_is_outside(root: Path) -> None:
     twin = root.with_name("root-private")
     twin.mkdir()

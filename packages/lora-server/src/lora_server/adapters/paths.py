@@ -1,7 +1,7 @@
 """Where adapters may be loaded from while the service runs.
 
 A path is followed through links and `..` first and compared afterwards, so that neither can lead
-out of a root.
+out of a root; nor can a link in the folder that is found.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from lora_server.errors import PathNotAllowedError, RuntimeLoadingDisabledError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+_MAX_LISTED = 10
 
 
 class AdapterRoots:
@@ -28,7 +30,8 @@ class AdapterRoots:
 
         Raises:
             RuntimeLoadingDisabledError: no root is configured.
-            PathNotAllowedError: the folder lies outside every root.
+            PathNotAllowedError: the folder, or a file that is linked from it, lies outside every
+                root.
         """
         if not self._roots:
             raise RuntimeLoadingDisabledError(
@@ -47,7 +50,24 @@ class AdapterRoots:
                 f"{path!r} lies outside the folders that adapters may be loaded from",
                 param="lora_path",
             )
-        return next((real for real in allowed if real.exists()), allowed[0])
+        folder = next((real for real in allowed if real.exists()), allowed[0])
+        self._check_links(folder)
+        return folder
+
+    def _check_links(self, folder: Path) -> None:
+        """Refuse a folder whose files lie elsewhere; adapters have no files in deeper folders."""
+        try:
+            entries = sorted(folder.iterdir())
+        except OSError:  # not there, or not a folder, which its reader says better
+            return
+        outside = [e.name for e in entries if e.is_symlink() and not self._is_below_root(_real(e))]
+        if outside:
+            listed = ", ".join(map(repr, outside[:_MAX_LISTED]))
+            raise PathNotAllowedError(
+                f"{str(folder)!r} holds links that lead out of the folders that adapters may be "
+                f"loaded from: {listed}",
+                param="lora_path",
+            )
 
     def _is_below_root(self, real: Path) -> bool:
         return any(real.is_relative_to(root) for root in self._roots)
