@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -119,6 +120,7 @@ def test_a_load_test_of_adapters_reports_its_figures_in_a_file(
     assert figures["tokens_counted_by"] == "server"
     for latency in ("ttft_ms", "tpot_ms", "itl_ms"):
         assert set(figures[latency]) == {"mean", "p50", "p90", "p99"}
+        assert set(figures["runs"][0][latency]) == {"mean", "p50", "p90", "p99"}
         assert figures[latency]["mean"] >= 1
     assert figures["config"]["popularity"] == "distinct"
     assert figures["config"]["request_rate"] == "inf"
@@ -226,3 +228,118 @@ def test_a_missing_folder_for_the_figures_is_told_before_anything_is_sent(
 )
 def test_names_are_read_from_every_form(item: str, names: list[str]) -> None:
     assert adapter_names(item) == names
+
+
+def test_a_warm_up_and_every_run_bring_prompts_that_the_server_has_not_seen(
+    tmp_path: Path,
+) -> None:
+    output = tmp_path / "figures.json"
+    server = Server()
+    with running(server) as url:
+        status = bench(url, "--warmup", "5", "--repeat", "3", "--output", str(output))
+
+    assert status == 0
+    assert len(server.bodies) == 1 + 5 + 3 * 12
+    assert [body["max_tokens"] for body in server.bodies[:2]] == [4, 6]
+    prompts = [tuple(body["prompt"]) for body in server.bodies[1:]]
+    assert len(set(prompts)) == len(prompts)
+    figures = json.loads(output.read_text())
+    assert (figures["completed"], len(figures["runs"])) == (36, 3)
+    assert [run["completed"] for run in figures["runs"]] == [12, 12, 12]
+
+
+def test_more_warm_ups_than_requests_begin_again() -> None:
+    server = Server()
+    with running(server) as url:
+        assert bench(url, "--num-warmups", "30") == 0
+
+    assert len(server.bodies) == 1 + 30 + 12
+
+
+def test_a_saved_trace_is_replayed_with_the_same_models_and_lengths(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    first, second = Server(), Server()
+    flags = ["--lora-modules", "a", "b", "--popularity", "zipf", "--include-base", "--zipf-s", "1"]
+    with running(first) as url:
+        rate = ["--request-rate", "400", "--burstiness", "0.5"]
+        assert bench(url, *flags, *rate, "--save-trace", str(trace)) == 0
+    with running(second) as url:
+        assert bench(url, "--trace", str(trace), "--random-output-len", "2") == 0
+
+    def shape(server: Server) -> list[tuple[str, int, int]]:
+        sent = server.bodies[-12:]
+        return sorted((b["model"], len(b["prompt"]), b["max_tokens"]) for b in sent)
+
+    assert len(trace.read_text().splitlines()) == 12
+    assert shape(first) == shape(second)
+
+
+def test_a_trace_keeps_its_times_and_is_cut_where_fewer_are_asked_for(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    lines = [{"at": 100 + 0.3 * i, "adapter": "a", "output_tokens": 1} for i in range(4)]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    output = tmp_path / "figures.json"
+    server = Server()
+    with running(server) as url:
+        base = ["bench", "--base-url", url, "--trace", str(trace), "--num-prompts", "3"]
+        assert main([*base, "--output", str(output)]) == 0
+
+    figures = json.loads(output.read_text())
+    assert figures["completed"] == 3
+    assert figures["duration_s"] >= 0.6
+
+
+def test_goodput_is_counted_where_it_is_asked_for(tmp_path: Path) -> None:
+    output = tmp_path / "figures.json"
+    with running(Server()) as url:
+        assert bench(url, "--goodput", "ttft:60000", "e2el:0.001", "--output", str(output)) == 0
+        none = json.loads(output.read_text())["goodput"]
+        assert bench(url, "--goodput", "ttft:60000", "--output", str(output)) == 0
+        all_of_them = json.loads(output.read_text())["goodput"]
+
+    assert (none["good"], all_of_them["good"]) == (0, 12)
+    assert all_of_them["objectives_ms"] == {"ttft": 60000}
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--trace", "TRACE", "--request-rate", "3"], "--request-rate: the trace"),
+        (["--trace", "TRACE", "--lora-modules", "a"], "--lora-modules: the trace"),
+        (["--burstiness", "2"], "--burstiness needs a finite --request-rate"),
+        (["--save-trace", "/no/such/folder/t"], "--save-trace '/no/such/folder/t'"),
+        (["--report", "/no/such/folder/r.md"], "--report '/no/such/folder/r.md'"),
+        (["--trace", "/absent.jsonl"], "--trace /absent.jsonl"),
+    ],
+)
+def test_flags_that_contradict_each_other_are_told_before_anything_is_sent(
+    flags: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "t").write_text('{"at": 0}\n')
+
+    status = bench(
+        "http://127.0.0.1:9", *(str(tmp_path / "t") if f == "TRACE" else f for f in flags)
+    )
+
+    assert status == 1
+    assert words in capsys.readouterr().err
+
+
+def test_a_report_without_matplotlib_is_told_before_anything_is_sent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+
+    status = bench("http://127.0.0.1:9", "--report", str(tmp_path / "r.md"))
+
+    assert status == 1
+    assert "lora-server[bench]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["ttft", "ttft:", "ttft:x", "ttft:0", "ttft:inf", "other:5"])
+def test_what_is_no_objective_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        bench("http://127.0.0.1:9", "--goodput", text)
+
+    assert caught.value.code == 2
+    assert "such as ttft:500" in capsys.readouterr().err

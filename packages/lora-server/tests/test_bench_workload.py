@@ -7,9 +7,17 @@ import random
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 
-from lora_server.cli.bench.workload import Popularity, Workload, choose_models, plan_requests
+from lora_server.cli.bench.workload import (
+    Popularity,
+    Workload,
+    choose_models,
+    draw_pause,
+    plan_requests,
+    with_other_prompts,
+)
 
 MODELS = ("a", "b", "c", "d")
 
@@ -90,3 +98,68 @@ def test_zipf_prefers_the_first_by_the_stated_weights() -> None:
     for model, weight in zip(MODELS, weights, strict=True):
         expected = 4000 * weight / sum(weights)
         assert counts[model] == pytest.approx(expected, abs=4 * math.sqrt(expected))
+
+
+@pytest.mark.parametrize("zipf_s", [0.5, 1.0, 2.0])
+def test_the_exponent_of_zipf_can_be_chosen(zipf_s: float) -> None:
+    chosen = choose_models(MODELS, 4000, Popularity.ZIPF, random.Random(3), zipf_s=zipf_s)
+
+    counts = Counter(chosen)
+    weights = [1 / k**zipf_s for k in (1, 2, 3, 4)]
+    for model, weight in zip(MODELS, weights, strict=True):
+        expected = 4000 * weight / sum(weights)
+        assert counts[model] == pytest.approx(expected, abs=4 * math.sqrt(expected))
+
+
+@pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
+def test_pauses_have_the_mean_and_the_variance_of_their_distribution(burstiness: float) -> None:
+    draw = random.Random(7)
+    rate, count = 20.0, 20000
+
+    pauses = np.array([draw_pause(rate, burstiness, draw) for _ in range(count)])
+
+    variance = 1 / (rate**2 * burstiness)
+    # four standard errors of the mean; the variance of a gamma's sample variance is bounded by
+    # its kurtosis, 3 + 6 / shape
+    assert pauses.mean() == pytest.approx(1 / rate, abs=4 * math.sqrt(variance / count))
+    error = variance * math.sqrt((2 + 6 / burstiness) / count)
+    assert pauses.var() == pytest.approx(variance, abs=4 * error)
+
+
+def test_arrivals_of_a_poisson_process_are_counted_with_equal_mean_and_variance() -> None:
+    requests = plan_requests(workload(num_prompts=20000, input_len=1, request_rate=10.0, seed=11))
+
+    arrivals = np.array([request.arrival_s for request in requests])
+    whole_seconds = int(arrivals[-1])
+    counts = np.histogram(arrivals, bins=whole_seconds, range=(0, whole_seconds))[0]
+    # about 2000 seconds: four standard errors of a mean and of a variance of 10
+    assert counts.mean() == pytest.approx(10, abs=4 * math.sqrt(10 / whole_seconds))
+    assert counts.var() == pytest.approx(10, abs=4 * 10 * math.sqrt(2.1 / whole_seconds))
+
+
+def test_more_bursts_make_the_counts_vary_more() -> None:
+    def spread_of(burstiness: float) -> float:
+        requests = plan_requests(
+            workload(num_prompts=5000, input_len=1, request_rate=10.0, burstiness=burstiness)
+        )
+        seconds = [int(request.arrival_s) for request in requests]
+        return float(np.bincount(seconds)[:-1].var())
+
+    assert spread_of(0.25) > 2 * spread_of(1.0) > 4 * spread_of(5.0)
+
+
+def test_other_prompts_leave_models_lengths_and_times_as_they_are() -> None:
+    planned = plan_requests(workload(request_rate=5.0))
+
+    others = with_other_prompts(planned, 1000, "run 1")
+
+    assert others == with_other_prompts(planned, 1000, "run 1")
+    assert others != with_other_prompts(planned, 1000, "run 2")
+    for one, other in zip(planned, others, strict=True):
+        assert (one.model, one.arrival_s, one.output_len) == (
+            other.model,
+            other.arrival_s,
+            other.output_len,
+        )
+        assert len(one.prompt) == len(other.prompt)
+        assert one.prompt != other.prompt

@@ -38,6 +38,12 @@ class Answer:
     is_counted_by_server: bool = False
     error: str | None = None
     """Why the request failed; then the rest does not count."""
+    sent_s: float = 0.0
+    """When it was sent, after the start of the test."""
+    input_tokens: int = 0
+    """Length of its prompt."""
+    asked_tokens: int = 0
+    """Tokens asked for."""
 
     @property
     def ttft_s(self) -> float:

@@ -6,8 +6,9 @@ Knows nothing of how the answers are summed up.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -31,10 +32,9 @@ class LoadSettings:
     """Address of the server, without `/v1`."""
     api_key: str | None
     max_concurrency: int
-    """Most requests in flight; at least 1."""
-    output_len: int
+    """Most requests in flight, at least 1."""
     ignore_eos: bool
-    """Ask for exactly `output_len` tokens."""
+    """Ask for exactly the length of each answer."""
     timeout_s: float
     """Bound on the whole test, warm-up included."""
 
@@ -80,22 +80,40 @@ async def first_model(client: httpx.AsyncClient) -> str:
 
 
 async def warm_up(
-    client: httpx.AsyncClient, requests: Sequence[PlannedRequest], settings: LoadSettings
+    client: httpx.AsyncClient,
+    requests: Sequence[PlannedRequest],
+    settings: LoadSettings,
+    *,
+    num_requests: int = 0,
 ) -> None:
-    """Send one short request for each model, so that every adapter is loaded before the test.
+    """Load every adapter by a short request for each model, then send requests as in the test.
+
+    Args:
+        client: made by `open_client`.
+        requests: of the test to come.
+        settings: how to send them.
+        num_requests: how many of them to send before the test, from the first on, again and again
+            where there are fewer, without waiting for their times.
 
     Raises:
         StartupError: naming every model that does not answer.
     """
     by_model = {request.model: request for request in reversed(requests)}
+    shorts = [
+        replace(request, output_len=min(request.output_len, _WARM_UP_TOKENS))
+        for request in by_model.values()
+    ]
     problems = []
-    for model, request in by_model.items():
-        body = _body(request, min(settings.output_len, _WARM_UP_TOKENS), settings)
-        answer = await stream_completion(client, body)
+    for short in shorts:
+        answer = await stream_completion(client, _body(short, settings))
         if answer.error is not None:
-            problems.append(f"warm-up of {model!r} failed: {answer.error}")
+            problems.append(f"warm-up of {short.model!r} failed: {answer.error}")
     if problems:
         raise StartupError(problems)
+    full = itertools.islice(itertools.cycle(requests), num_requests)
+    at_once = [replace(request, arrival_s=0.0) for request in full]
+    if at_once:
+        await send_all(client, at_once, settings, timeout_s=settings.timeout_s)
 
 
 async def send_all(
@@ -104,7 +122,7 @@ async def send_all(
     settings: LoadSettings,
     *,
     timeout_s: float,
-    on_answer: Callable[[], None],
+    on_answer: Callable[[], None] = lambda: None,
 ) -> LoadResult:
     """Send every request no earlier than planned and collect the answers.
 
@@ -121,9 +139,10 @@ async def send_all(
     async def send(request: PlannedRequest) -> Answer:
         await asyncio.sleep(max(0.0, start + request.arrival_s - time.perf_counter()))
         async with gate:
-            answer = await stream_completion(client, _body(request, settings.output_len, settings))
+            sent_s = time.perf_counter() - start
+            answer = await stream_completion(client, _body(request, settings))
         on_answer()
-        return answer
+        return replace(answer, sent_s=sent_s)
 
     tasks = [asyncio.create_task(send(request)) for request in requests]
     _, late = await asyncio.wait(tasks, timeout=timeout_s)
@@ -133,17 +152,21 @@ async def send_all(
     duration = time.perf_counter() - start
     cut = f"no answer within the {settings.timeout_s:g} s of --timeout"
     answers = tuple(
-        Answer(model=request.model, error=cut) if task in late else task.result()
+        replace(
+            Answer(model=request.model, error=cut) if task in late else task.result(),
+            input_tokens=len(request.prompt),
+            asked_tokens=request.output_len,
+        )
         for task, request in zip(tasks, requests, strict=True)
     )
     return LoadResult(answers=answers, duration_s=duration)
 
 
-def _body(request: PlannedRequest, max_tokens: int, settings: LoadSettings) -> dict[str, Any]:
+def _body(request: PlannedRequest, settings: LoadSettings) -> dict[str, Any]:
     body: dict[str, Any] = {
         "model": request.model,
         "prompt": list(request.prompt),
-        "max_tokens": max_tokens,
+        "max_tokens": request.output_len,
         "temperature": 0,
     }
     # OpenAI's own service refuses the field, so it is left out when it is not wanted

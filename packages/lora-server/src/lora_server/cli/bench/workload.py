@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -52,6 +52,11 @@ class Workload:
     vocab_size: int
     """Token ids are drawn below this."""
     seed: int
+    zipf_s: float = ZIPF_EXPONENT
+    """Exponent under `zipf`."""
+    burstiness: float = 1.0
+    """Shape of the gamma distribution of pauses: 1 is a Poisson process, less comes in bursts,
+    more comes evenly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +65,9 @@ class PlannedRequest:
 
     model: str
     prompt: tuple[int, ...]
-    """Token ids, `input_len` of them."""
+    """Token ids."""
+    output_len: int
+    """Tokens asked for."""
     arrival_s: float
     """Seconds after the start at which it is sent, at the earliest."""
 
@@ -68,14 +75,17 @@ class PlannedRequest:
 def plan_requests(workload: Workload) -> list[PlannedRequest]:
     """Draw all requests, by arrival. The same workload gives the same requests."""
     draw = random.Random(workload.seed)  # noqa: S311 - a load test, not a secret
-    models = choose_models(workload.models, workload.num_prompts, workload.popularity, draw)
-    low = min(_FIRST_TOKEN, workload.vocab_size - 1)
-    vocabulary = range(low, workload.vocab_size)
-    arrivals = itertools.accumulate(_pause(workload.request_rate, draw) for _ in models)
+    models = choose_models(
+        workload.models, workload.num_prompts, workload.popularity, draw, zipf_s=workload.zipf_s
+    )
+    arrivals = itertools.accumulate(
+        draw_pause(workload.request_rate, workload.burstiness, draw) for _ in models
+    )
     return [
         PlannedRequest(
             model=model,
-            prompt=tuple(draw.choices(vocabulary, k=workload.input_len)),
+            prompt=draw_prompt(workload.input_len, workload.vocab_size, draw),
+            output_len=workload.output_len,
             arrival_s=arrival,
         )
         for model, arrival in zip(models, arrivals, strict=True)
@@ -83,7 +93,12 @@ def plan_requests(workload: Workload) -> list[PlannedRequest]:
 
 
 def choose_models(
-    models: Sequence[str], count: int, popularity: Popularity, draw: random.Random
+    models: Sequence[str],
+    count: int,
+    popularity: Popularity,
+    draw: random.Random,
+    *,
+    zipf_s: float = ZIPF_EXPONENT,
 ) -> list[str]:
     """Name the model of each of `count` requests."""
     match popularity:
@@ -94,10 +109,39 @@ def choose_models(
         case Popularity.UNIFORM:
             return draw.choices(models, k=count)
         case Popularity.ZIPF:
-            weights = [1 / (k + 1) ** ZIPF_EXPONENT for k in range(len(models))]
+            weights = [1 / (k + 1) ** zipf_s for k in range(len(models))]
             return draw.choices(models, weights, k=count)
 
 
-def _pause(rate: float, draw: random.Random) -> float:
-    """Draw the seconds to the next arrival of a Poisson process."""
-    return 0.0 if math.isinf(rate) else draw.expovariate(rate)
+def with_other_prompts(
+    requests: Sequence[PlannedRequest], vocab_size: int, purpose: str
+) -> list[PlannedRequest]:
+    """Return the same requests with prompts that a server has not seen yet.
+
+    Otherwise a server that keeps prompts would answer a warm-up's or an earlier run's requests
+    faster.
+
+    Args:
+        requests: what was planned.
+        vocab_size: token ids are drawn below this.
+        purpose: another text draws other prompts.
+    """
+    draw = random.Random(purpose)  # noqa: S311 - a load test, not a secret
+    return [
+        replace(request, prompt=draw_prompt(len(request.prompt), vocab_size, draw))
+        for request in requests
+    ]
+
+
+def draw_prompt(length: int, vocab_size: int, draw: random.Random) -> tuple[int, ...]:
+    """Draw a prompt's token ids."""
+    low = min(_FIRST_TOKEN, vocab_size - 1)
+    return tuple(draw.choices(range(low, vocab_size), k=length))
+
+
+def draw_pause(rate: float, burstiness: float, draw: random.Random) -> float:
+    """Draw the seconds to the next arrival.
+
+    Pauses have the mean `1 / rate` and the variance `1 / (rate ** 2 * burstiness)`.
+    """
+    return 0.0 if math.isinf(rate) else draw.gammavariate(burstiness, 1 / (rate * burstiness))
