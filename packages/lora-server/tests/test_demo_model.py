@@ -101,6 +101,24 @@ def test_a_damaged_checkpoint_is_replaced(kept: Kept, damage: str) -> None:
     assert [path.name for path in target.parent.iterdir()] == [BASE_NAME]
 
 
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_what_a_killed_conversion_left_is_removed_and_never_counts_as_the_model(
+    kept: Kept, is_kept: bool
+) -> None:
+    left = kept.target.parent / "partial-abc" / BASE_NAME
+    left.mkdir(parents=True)
+    (left / "conversion.json").write_text("{}")
+    if not is_kept:
+        shutil.rmtree(kept.target)
+
+    found = prepare_base(cache_dir=kept.cache)
+
+    assert found == kept.target
+    assert (found / "model.safetensors").is_file()
+    assert len(kept.conversions) == (0 if is_kept else 1)
+    assert [path.name for path in kept.target.parent.iterdir()] == [BASE_NAME]
+
+
 def test_a_conversion_that_fails_leaves_nothing_behind(
     kept: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:

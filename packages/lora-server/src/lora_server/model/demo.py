@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
-import tempfile
 from collections.abc import Callable
 from importlib.metadata import version
 from importlib.resources import files
@@ -18,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from lora_server.errors import StartupError
+from lora_server.model.scratch import remove_abandoned, scratch_folder
 from lora_server.options import cache_folder
 
 BASE_NAME = "SmolLM2-135M-Instruct"
@@ -41,7 +40,8 @@ def prepare_base(*, cache_dir: Path | None = None, progress: Progress | None = N
     The conversion reads a file of 98 MB, writes 273 MB and takes about half a minute. Its result
     is kept under a key made of the source's hash, the version of transformers and the revision of
     this code. It is written beside its place and renamed, so concurrent callers, also of other
-    processes, only ever see a complete checkpoint; a kept one whose files are damaged is replaced.
+    processes, only ever see a complete checkpoint; a kept one whose files are damaged is replaced,
+    and what a killed conversion left behind is removed.
 
     Args:
         cache_dir: parent of the kept checkpoints; `options.cache_folder()` when `None`.
@@ -63,14 +63,11 @@ def prepare_base(*, cache_dir: Path | None = None, progress: Progress | None = N
     key = f"{digest[:12]}-transformers-{version('transformers')}-r{_REVISION}"
     target = parent / key / BASE_NAME
     if not _is_complete(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        # mkdtemp gives every caller a place of its own on the file system of the target
-        scratch = Path(tempfile.mkdtemp(prefix="partial-", dir=target.parent))
-        try:
+        # every caller has a place of its own, on the file system of the target
+        with scratch_folder(parent, target.parent) as scratch:
             _convert(source, scratch / BASE_NAME, tell)
             _publish(scratch, target)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
+    remove_abandoned(parent)
     tell("ready", 1.0)
     return target
 
