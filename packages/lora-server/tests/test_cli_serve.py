@@ -38,28 +38,45 @@ from lora_server.cli.serve import serve
 from lora_server.errors import StartupError
 from lora_server.options import resolve
 
-MODE, PORT = sys.argv[1], sys.argv[2]
+MODE, PORT, DRAIN = sys.argv[1:4]
 
 
 class Service:
     def __init__(self):
         print("built", file=sys.stderr, flush=True)
-        routes = [Route("/health", self.health), Route("/stream", self.stream)]
+        routes = [
+            Route("/health", self.health),
+            Route("/stream", self.stream),
+            Route("/finish", self.finish),
+        ]
         self.app = Starlette(routes=routes)
         self.is_ready = False
         self.ended = threading.Event()
+        self.finished = threading.Event()
+        self.num_running = 0
 
     async def health(self, request):
         return Response(status_code=200 if self.is_ready else 503)
 
     async def stream(self, request):
         async def events():
+            self.num_running += 1
             yield "data: first\\n\\n"
-            while not self.ended.is_set():
+            while not self.ended.is_set() and not self.finished.is_set():
                 await asyncio.sleep(0.01)
+            if self.finished.is_set():
+                yield "data: last\\n\\n"
             yield "data: [DONE]\\n\\n"
+            self.num_running -= 1
 
         return StreamingResponse(events(), media_type="text/event-stream")
+
+    async def finish(self, request):
+        self.finished.set()
+        return Response()
+
+    def begin_drain(self):
+        self.is_ready = False
 
     def warm_up(self):
         if MODE == "broken":
@@ -84,7 +101,7 @@ def build(config):
     return Service()
 
 
-options = {"model": "m", "port": PORT, "served_model_name": ["small"]}
+options = {"model": "m", "port": PORT, "served_model_name": ["small"], "drain_timeout": DRAIN}
 if MODE == "keys":
     options["api_key_file"] = "keys.yaml"
 resolved = resolve(options, environ={})
@@ -99,9 +116,9 @@ except StartupError as error:
 class Process:
     """A service in a process of its own, with its stderr at hand."""
 
-    def __init__(self, script: Path, mode: str, port: str) -> None:
+    def __init__(self, script: Path, mode: str, port: str, drain: str) -> None:
         self.popen = subprocess.Popen(
-            [sys.executable, str(script), mode, port], stderr=subprocess.PIPE, text=True
+            [sys.executable, str(script), mode, port, drain], stderr=subprocess.PIPE, text=True
         )
         self.lines: list[str] = []
         self.reader = threading.Thread(target=self.read, daemon=True)
@@ -140,8 +157,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Process]]:
     script.write_text(SERVICE)
     processes: list[Process] = []
 
-    def start_process(mode: str = "plain", port: str = "0") -> Process:
-        processes.append(Process(script, mode, port))
+    def start_process(mode: str = "plain", port: str = "0", drain: str = "60") -> Process:
+        processes.append(Process(script, mode, port, drain))
         return processes[-1]
 
     yield start_process
@@ -195,11 +212,13 @@ def test_a_hangup_ends_a_service_without_a_file_of_keys(start: Callable[..., Pro
     assert process.end() == -signal.SIGHUP
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("number", "drain"), [(signal.SIGINT, "60"), (signal.SIGTERM, "0"), (signal.SIGTERM, "0.3")]
+)
 def test_a_signal_ends_open_streams_and_the_status_is_0(
-    start: Callable[..., Process], number: signal.Signals
+    start: Callable[..., Process], number: signal.Signals, drain: str
 ) -> None:
-    process = start()
+    process = start(drain=drain)
     with httpx.stream("GET", process.url() + "/stream", trust_env=False, timeout=20) as response:
         lines = response.iter_lines()
         assert next(lines) == "data: first"
@@ -213,6 +232,54 @@ def test_a_signal_ends_open_streams_and_the_status_is_0(
     assert time.monotonic() - begin < 4
     assert process.lines.index("ending") < process.lines.index("closed")
     assert not any("Traceback" in line for line in process.lines)
+
+
+def test_after_sigterm_a_running_stream_finishes_and_new_requests_are_told(
+    start: Callable[..., Process],
+) -> None:
+    process = start()
+    url = process.url()
+    with httpx.stream("GET", url + "/stream", trust_env=False, timeout=20) as response:
+        lines = response.iter_lines()
+        next(lines)
+
+        process.popen.send_signal(signal.SIGTERM)
+        process.wait_for(r"Draining.* running=1 ")
+        health = httpx.get(url + "/health", trust_env=False)
+        httpx.get(url + "/finish", trust_env=False)
+        rest = [line for line in lines if line]
+
+    assert health.status_code == 503
+    assert rest == ["data: last", "data: [DONE]"]
+    assert process.end() == 0
+    assert any(line.endswith("Drained") for line in process.lines)
+
+
+def test_without_running_requests_sigterm_ends_at_once(start: Callable[..., Process]) -> None:
+    process = start()
+    process.url()
+
+    process.popen.send_signal(signal.SIGTERM)
+
+    assert process.end(timeout=10) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_does_not_wait_for_the_drain(
+    start: Callable[..., Process], number: signal.Signals
+) -> None:
+    process = start()
+    with httpx.stream("GET", process.url() + "/stream", trust_env=False, timeout=20) as response:
+        lines = response.iter_lines()
+        next(lines)
+        process.popen.send_signal(signal.SIGTERM)
+        process.wait_for("Draining")
+
+        process.popen.send_signal(number)
+        rest = [line for line in lines if line]
+
+    assert rest == ["data: [DONE]"]
+    assert process.end(timeout=10) == 0
 
 
 def test_a_second_ctrl_c_does_not_wait_for_a_stream_that_goes_on(

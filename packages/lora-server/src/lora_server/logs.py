@@ -41,6 +41,8 @@ def start_logging(*, level: str, is_json: bool) -> None:
     handler.setFormatter(JsonFormatter() if is_json else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.captureWarnings(is_json)
+    # what was changed, and by whom, is recorded at every level
+    logging.getLogger("lora_server.audit").setLevel(logging.INFO)
     # one line for each call of an HTTP client is of use to somebody looking for a bug only
     quiet = logging.NOTSET if level == "debug" else logging.WARNING
     for name in ("httpx", "httpcore", "asyncio", "urllib3"):

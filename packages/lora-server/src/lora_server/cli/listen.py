@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import uvicorn
 
 from lora_server.cli.connections import ConnectionConfig, ConnectionLimits
+from lora_server.cli.drain import Drain, Drainable
 
 if TYPE_CHECKING:
     import socket
@@ -21,13 +22,13 @@ if TYPE_CHECKING:
 
     from fastapi import FastAPI
 
-    from lora_server.config import LogLevel
+_END_S = 5
+"""Seconds for streams to send their end."""
+_HURRIED_END_S = 1
+"""The same when a second signal says that there is no time."""
 
-_DRAIN_S = 5
-"""Seconds for streams to send their end after a signal."""
 
-
-class Endable(Protocol):
+class Endable(Drainable, Protocol):
     """The part of a service that the listener needs."""
 
     @property
@@ -39,20 +40,34 @@ class Endable(Protocol):
 
 
 class ServiceServer(uvicorn.Server):
-    """Listens for one service. The first signal ends its requests, the second one the wait."""
+    """Listens for one service until a signal.
 
-    def __init__(self, service: Endable, *, log_level: LogLevel, limits: ConnectionLimits) -> None:
+    SIGTERM drains first; SIGINT, and a second signal, end the running requests at once. A SIGINT
+    after that does not even wait for their last words.
+    """
+
+    def __init__(
+        self, service: Endable, *, drain_timeout_s: float, limits: ConnectionLimits
+    ) -> None:
+        """Prepare to listen.
+
+        Args:
+            service: what is served.
+            drain_timeout_s: how long running requests may go on after SIGTERM.
+            limits: of each connection.
+        """
         super().__init__(
             ConnectionConfig(
                 service.app,
                 limits=limits,
                 log_config=None,
                 ws="none",
-                access_log=log_level == "debug",
-                timeout_graceful_shutdown=_DRAIN_S,
+                access_log=False,
+                timeout_graceful_shutdown=_END_S,
             )
         )
         self._service = service
+        self._drain = Drain(service, timeout_s=drain_timeout_s)
         self.on_listening: Callable[[], None] | None = None
         """Called on the server's thread as soon as connections are accepted."""
         self.on_hangup: Callable[[], None] | None = None
@@ -61,9 +76,18 @@ class ServiceServer(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to end, or stop waiting; unlike uvicorn's, forgets the signal afterwards."""
         del frame
+        if sig == signal.SIGTERM and not self._drain.is_begun and not self.should_exit:
+            self._drain.begin()
+            return
         if self.should_exit and sig == signal.SIGINT:
             self.force_exit = True
+        if self._drain.is_begun:
+            self.config.timeout_graceful_shutdown = _HURRIED_END_S
         self.should_exit = True
+
+    async def on_tick(self, counter: int) -> bool:
+        """Say whether to end now; called ten times a second."""
+        return await super().on_tick(counter) or self._drain.is_over()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, then tell `on_listening`."""

@@ -46,7 +46,17 @@ class RunningService:
     def warm_up(self) -> None:
         """Run the model once on the engine's thread, then take requests."""
         self._warm_up()
-        self._service.readiness.phase = Phase.READY
+        if self._service.readiness.phase is Phase.STARTING:
+            self._service.readiness.phase = Phase.READY
+
+    @property
+    def num_running(self) -> int:
+        """Requests that were taken and whose replies are not complete."""
+        return self._service.readiness.num_running
+
+    def begin_drain(self) -> None:
+        """Take no more requests; running ones go on. May be called in a signal handler."""
+        self._service.readiness.phase = Phase.DRAINING
 
     def reload_keys(self) -> None:
         """Read the file of keys again, if there is one. Called on the event loop's thread."""
@@ -58,10 +68,12 @@ class RunningService:
         self._engine.begin_shutdown()
 
     def close(self) -> None:
-        """End the engine's thread."""
+        """End the engine's thread, and send the last traces."""
         self._engine.stop()
         if self._loader is not None:
             self._loader.close()
+        if self._service.traces is not None:
+            self._service.traces.close()
 
 
 class Fetcher:

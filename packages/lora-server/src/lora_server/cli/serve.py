@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from lora_server.cli.arguments import add_config_flags, read_config
 from lora_server.errors import StartupError
+from lora_server.logs import log_fields, start_logging, take_over
 
 if TYPE_CHECKING:
     import argparse
@@ -44,8 +45,15 @@ class Service(Protocol):
     def app(self) -> FastAPI:
         """The application; answers as soon as the server listens."""
 
+    @property
+    def num_running(self) -> int:
+        """Requests that were taken and whose replies are not complete."""
+
     def warm_up(self) -> None:
         """Run the model once, then say that the service is ready. Called on its own thread."""
+
+    def begin_drain(self) -> None:
+        """Take no more requests; running ones go on. May be called in a signal handler."""
 
     def reload_keys(self) -> None:
         """Read the file of keys again, if there is one. Called on SIGHUP."""
@@ -82,6 +90,7 @@ def run(parsed: argparse.Namespace, extras: Sequence[str]) -> int:
     def build(config: ServerConfig) -> Service:
         from lora_server.cli.build import build_service
 
+        take_over("transformers")
         return build_service(config)
 
     return serve(resolved, build)
@@ -98,8 +107,9 @@ def serve(resolved: ResolvedConfig, build: Callable[[ServerConfig], Service]) ->
         0 after a signal, 1 when warm-up failed.
     """
     config = resolved.config
-    _start_logging(config)
-    if _logger.isEnabledFor(logging.INFO):
+    is_json = config.log_format == "json"
+    start_logging(level=config.log_level, is_json=is_json)
+    if _logger.isEnabledFor(logging.INFO) and not is_json:
         from lora_server.cli.config_table import print_table
 
         print_table(resolved)
@@ -124,7 +134,7 @@ def _serve_until_signal(config: ServerConfig, service: Service, listener: socket
         write_timeout_s=config.response_write_timeout,
         keep_alive_s=config.keep_alive_timeout,
     )
-    server = ServiceServer(service, log_level=config.log_level, limits=limits)
+    server = ServiceServer(service, drain_timeout_s=config.drain_timeout, limits=limits)
     if config.api_key_file is not None:
         server.on_hangup = service.reload_keys
 
@@ -137,16 +147,23 @@ def _serve_until_signal(config: ServerConfig, service: Service, listener: socket
             failures.append(error)
             server.should_exit = True
             return
-        host, port = listener.getsockname()[:2]
-        shown = f"[{host}]" if ":" in host else host
-        print(
-            f"Serving {config.base_names[0]} on http://{shown}:{port}", file=sys.stderr, flush=True
-        )
+        _say_ready(config, listener)
 
     # a daemon: a second Ctrl-C does not wait for it
     server.on_listening = threading.Thread(target=warm_up, name="warm-up", daemon=True).start
     server.run(sockets=[listener])
     return 1 if failures else 0
+
+
+def _say_ready(config: ServerConfig, listener: socket.socket) -> None:
+    """Tell people the address in a line of its own, and programs in one of the log."""
+    host, port = listener.getsockname()[:2]
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    text = f"Serving {config.base_names[0]} on {url}"
+    if config.log_format == "json":
+        _logger.info(text, extra=log_fields(url=url))
+    else:
+        print(text, file=sys.stderr, flush=True)
 
 
 def bind_address(host: str, port: int) -> socket.socket:
@@ -180,19 +197,3 @@ def _notice_dead_peers(listener: socket.socket) -> None:
     for name, value in _DEAD_PEERS.items():
         if hasattr(socket, name):
             listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-def _start_logging(config: ServerConfig) -> None:
-    """Send all log lines to stderr in one form, those of the HTTP server too."""
-    logging.basicConfig(
-        level=config.log_level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-        force=True,
-    )
-    # one line for each call of an HTTP client is of use to somebody looking for a bug only
-    # what was changed, and by whom, is recorded at every level
-    logging.getLogger("lora_server.audit").setLevel(logging.INFO)
-    quiet = logging.NOTSET if config.log_level == "debug" else logging.WARNING
-    for name in ("httpx", "httpcore", "asyncio"):
-        logging.getLogger(name).setLevel(quiet)

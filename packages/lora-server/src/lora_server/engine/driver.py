@@ -75,6 +75,11 @@ class Engine(Generic[C]):
         self._is_stopping = False
         self._is_draining = False
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()
