@@ -56,7 +56,8 @@ def render_reference() -> str:
     parts += [_group_section(group) for group in groups]
     refused = "".join(f"| `--{flag}` | {text} |\n" for flag, text in sorted(REFUSED_FLAGS.items()))
     parts.append(_AFTER_SERVE + refused)
-    parts += [_command_section(name) for name in ("demo", "bench")]
+    commands = ("demo", "bench", "bench compare", "smoke record", "smoke check")
+    parts += [_command_section(name) for name in commands]
     return "\n".join(parts)
 
 
@@ -89,23 +90,35 @@ def _command_section(name: str) -> str:
     parser = _subparser(name)
     lines = [f"## lora-server {name}", "", parser.description or "", ""]
     lines += ["| option | default | |", "|---|---|---|"]
-    for action in parser._actions:  # noqa: SLF001 - argparse has no public list of its actions
+    for action in _actions(parser):
         if isinstance(action, argparse._HelpAction):  # noqa: SLF001
             continue
-        flags = ", ".join(f"`{flag}`" for flag in action.option_strings)
+        names = action.option_strings or [str(action.metavar)]
+        flags = ", ".join(f"`{name}`" for name in names)
         is_set = action.default not in (None, False, [])
         shown = f"`{default_text(action.default)}`" if is_set else ""
         lines.append(f"| {flags} | {shown} | {action.help} |")
     return "\n".join([*lines, "", *([parser.epilog, ""] if parser.epilog else [])])
 
 
-def _subparser(name: str) -> argparse.ArgumentParser:
-    for action in build_parser()._actions:  # noqa: SLF001 - as above
-        if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001
-            found = action.choices[name]
-            assert isinstance(found, argparse.ArgumentParser)
-            return found
-    raise AssertionError(name)
+def _actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    """Return what a command takes, without the commands below it."""
+    actions = parser._actions  # noqa: SLF001 - argparse has no public list of them
+    return [a for a in actions if not isinstance(a, argparse._SubParsersAction)]  # noqa: SLF001
+
+
+def _subparser(path: str) -> argparse.ArgumentParser:
+    """Find the parser of a command such as `bench`, or of one below it, such as `bench compare`."""
+    parser = build_parser()
+    for name in path.split():
+        below = {
+            key: found
+            for action in parser._actions  # noqa: SLF001 - as above
+            if isinstance(action, argparse._SubParsersAction)  # noqa: SLF001
+            for key, found in action.choices.items()
+        }
+        parser = below[name]
+    return parser
 
 
 if __name__ == "__main__":
