@@ -20,7 +20,14 @@ def test_every_option_and_variable_is_on_the_page() -> None:
     for config_field in dataclasses.fields(ServerConfig):
         assert f"`{flag_of(config_field.name)}`" in page
         assert f"`LORA_SERVER_{config_field.name.upper()}`" in page
-    for flag in ("--once", "--prepare", "--trace", "--goodput", "--tolerance", "--lora-extra-vocab-size"):
+    for flag in (
+        "--once",
+        "--prepare",
+        "--trace",
+        "--goodput",
+        "--tolerance",
+        "--lora-extra-vocab-size",
+    ):
         assert f"`{flag}`" in page
 
 
