@@ -13,6 +13,7 @@ from lora_server.adapters.catalog import AdapterCatalog
 from lora_server.adapters.loader import AdapterLoader
 from lora_server.adapters.paths import AdapterRoots
 from lora_server.cli.build_keys import build_body_limits, build_keys
+from lora_server.cli.build_observers import build_observers
 from lora_server.cli.build_pooling import build_pooling_service
 from lora_server.cli.gate_file import gate_file
 from lora_server.cli.running import Fetcher, RunningService
@@ -29,7 +30,6 @@ from lora_server.http.service import Readiness, Service
 from lora_server.http.text import TextProcessor
 from lora_server.lora_modules import LoraModule, scan_folder
 from lora_server.memory import free_host_bytes, plan_kv
-from lora_server.metrics import ServerMetrics
 from lora_server.model.kv_cache import KvCache
 from lora_server.model.load import LoadedModel, load_model
 from lora_server.model.pooling_load import choose_task
@@ -37,6 +37,7 @@ from lora_server.model.pooling_load import choose_task
 if TYPE_CHECKING:
     from lora_layers import LoraModelManager
     from lora_server.config import ServerConfig
+    from lora_server.engine.journal import AdapterJournal
 
 _log = logging.getLogger(__name__)
 
@@ -60,10 +61,12 @@ def build_service(config: ServerConfig) -> RunningService:
     if task is not Task.GENERATE:
         return build_pooling_service(config, task, num_threads=num_threads)
     keys = build_keys(config)
+    observers = build_observers(config)
     started = time.perf_counter()
     model = load_model(config.model, dtype=config.dtype, device=config.device)
-    manager = wrap_model(model, config) if config.enable_lora else None
-    core, fetcher = _build_core(config, model, manager)
+    journal = observers.journal
+    manager = wrap_model(model, config, on_evict=journal.evicted) if config.enable_lora else None
+    core, fetcher = _build_core(config, model, manager, journal)
     engine = Engine(core, num_threads=num_threads)
     loader = None
     if manager is not None:
@@ -76,6 +79,7 @@ def build_service(config: ServerConfig) -> RunningService:
         loader=loader,
         roots=AdapterRoots(config.adapter_roots),
         base_names=config.base_names,
+        journal=journal,
     )
     engine.start()
     try:
@@ -93,7 +97,9 @@ def build_service(config: ServerConfig) -> RunningService:
         max_loras=config.max_loras,
         model_path=config.model,
         version=version("lora-server"),
-        metrics=ServerMetrics(),
+        metrics=observers.metrics,
+        traces=observers.traces,
+        is_alive=lambda: engine.is_alive,
         gate_file=gate,
         readiness=Readiness(),
         keys=keys,
@@ -108,7 +114,10 @@ def build_service(config: ServerConfig) -> RunningService:
 
 
 def _build_core(
-    config: ServerConfig, model: LoadedModel, manager: LoraModelManager | None
+    config: ServerConfig,
+    model: LoadedModel,
+    manager: LoraModelManager | None,
+    journal: AdapterJournal,
 ) -> tuple[EngineCore, Fetcher]:
     """Size and allocate the KV cache, and make the engine's state."""
     budget = plan_kv(
@@ -139,7 +148,10 @@ def _build_core(
     admission = None
     if manager is not None:
         admission = AdapterAdmission(
-            manager, host_capacity=manager.config.host_capacity, fetch=fetcher
+            manager,
+            host_capacity=manager.config.host_capacity,
+            fetch=fetcher,
+            journal=journal,
         )
     core = EngineCore(
         model=model,

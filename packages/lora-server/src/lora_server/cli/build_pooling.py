@@ -13,6 +13,7 @@ from lora_server.adapters.catalog import AdapterCatalog
 from lora_server.adapters.loader import AdapterLoader
 from lora_server.adapters.paths import AdapterRoots
 from lora_server.cli.build_keys import build_body_limits, build_keys
+from lora_server.cli.build_observers import build_observers
 from lora_server.cli.running import Fetcher, RunningService
 from lora_server.cli.wrap import lora_dtype, wrap_model
 from lora_server.engine.admission import AdapterAdmission
@@ -25,13 +26,13 @@ from lora_server.http.pooling_service import PoolingService
 from lora_server.http.pooling_text import PoolingText
 from lora_server.http.service import Readiness, Service
 from lora_server.http.text import TextProcessor
-from lora_server.metrics import ServerMetrics
 from lora_server.model.pooling_load import load_pooler
 from lora_server.options import static_modules
 
 if TYPE_CHECKING:
     from lora_layers import LoraModelManager
     from lora_server.config import ServerConfig, Task
+    from lora_server.engine.journal import AdapterJournal
     from lora_server.model.pooling_model import LoadedPooler
 
 _log = logging.getLogger(__name__)
@@ -51,12 +52,14 @@ def build_pooling_service(config: ServerConfig, task: Task, *, num_threads: int)
         StartupError: with everything that keeps the service from starting.
     """
     keys = build_keys(config)
+    observers = build_observers(config)
     started = time.perf_counter()
     model = load_pooler(config.model, task, dtype=config.dtype, device=config.device)
     max_length = _max_length(config, model)
-    manager = wrap_model(model, config) if config.enable_lora else None
+    journal = observers.journal
+    manager = wrap_model(model, config, on_evict=journal.evicted) if config.enable_lora else None
     fetcher = Fetcher()
-    core = _build_core(config, model, manager, fetcher)
+    core = _build_core(config, model, manager, fetcher, journal)
     engine = PoolingEngine(core, num_threads=num_threads)
     loader = None
     if manager is not None:
@@ -69,6 +72,7 @@ def build_pooling_service(config: ServerConfig, task: Task, *, num_threads: int)
         loader=loader,
         roots=AdapterRoots(config.adapter_roots),
         base_names=config.base_names,
+        journal=journal,
     )
     engine.start()
     try:
@@ -91,7 +95,9 @@ def build_pooling_service(config: ServerConfig, task: Task, *, num_threads: int)
         max_loras=config.max_loras,
         model_path=config.model,
         version=version("lora-server"),
-        metrics=ServerMetrics(),
+        metrics=observers.metrics,
+        traces=observers.traces,
+        is_alive=lambda: engine.is_alive,
         pooling=PoolingService(
             engine=engine,
             task=task,
@@ -123,12 +129,19 @@ def _max_length(config: ServerConfig, model: LoadedPooler) -> int:
 
 
 def _build_core(
-    config: ServerConfig, model: LoadedPooler, manager: LoraModelManager | None, fetcher: Fetcher
+    config: ServerConfig,
+    model: LoadedPooler,
+    manager: LoraModelManager | None,
+    fetcher: Fetcher,
+    journal: AdapterJournal,
 ) -> PoolingCore:
     admission = None
     if manager is not None:
         admission = AdapterAdmission(
-            manager, host_capacity=manager.config.host_capacity, fetch=fetcher
+            manager,
+            host_capacity=manager.config.host_capacity,
+            fetch=fetcher,
+            journal=journal,
         )
     return PoolingCore(
         model=model,
