@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -15,17 +16,20 @@ from support.requests import PROMPT, body, complete, expected, load, refusal, st
 from support.server import BASE_NAME
 from support.traffic import LOGPROB_TOLERANCE
 
+from lora_server.cli.bench.trace import read_trace
 from lora_server.cli.main import main
+from lora_server.smoke.baseline import parse_baseline
+from lora_server.smoke.prompts import read_prompts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from support.fixture_types import StartServer
     from support.server import Server
     from support.worlds import World
 
 MAX_TOKENS = 6
+DOCS = Path(__file__).parents[1] / "docs" / "how-to"
 
 
 @pytest.fixture(scope="module")
@@ -255,3 +259,26 @@ def test_the_servers_own_file_gates_updates_by_default(
     assert "gate" in passed.json()
     assert "gate" not in other.json()
     assert kept == expected(llama, "a03")
+
+
+def json_blocks(page: str) -> list[str]:
+    """Return the blocks of a page that are JSON."""
+    parts = (DOCS / page).read_text().split("```\n")
+    return [part for part in parts[1::2] if part.startswith("{")]
+
+
+def test_the_files_that_the_how_tos_show_are_read_as_they_say(tmp_path: Path) -> None:
+    prompts, gate = json_blocks("smoke.md")
+    (trace,) = json_blocks("bench.md")
+    (tmp_path / "prompts.jsonl").write_text(prompts)
+    (tmp_path / "trace.jsonl").write_text(trace)
+
+    (prompt,) = read_prompts(tmp_path / "prompts.jsonl")
+    baseline = parse_baseline(json.loads(gate))
+    first, second = read_trace(tmp_path / "trace.jsonl")
+
+    assert (prompt.must_contain, prompt.must_not_contain) == (("SELECT",), ("DROP",))
+    assert baseline.rules.max_moved_prompts == 8
+    assert baseline.models["sql"].prompts[0].tokens is None
+    assert (first.adapter, first.output_tokens) == ("sql", 40)
+    assert (second.adapter, second.at_s, second.output_tokens) == (None, 0.31, None)

@@ -31,6 +31,7 @@ def test_a_trace_names_who_is_asked_when_and_how_much(tmp_path: Path) -> None:
         "",
         {"at": 10, "adapter": "a"},
         {"at": 11, "adapter": None, "output_tokens": 4},
+        {"at": 11.5, "adapter": ""},
     )
 
     requests = plan_trace(read_trace(path), FILL)
@@ -38,6 +39,7 @@ def test_a_trace_names_who_is_asked_when_and_how_much(tmp_path: Path) -> None:
     assert [(r.model, r.arrival_s, len(r.prompt), r.output_len) for r in requests] == [
         ("a", 0.0, 5, 7),
         ("base", 1.0, 5, 4),
+        ("base", 1.5, 5, 7),
         ("b", 2.5, 3, 2),
     ]
     assert all(256 <= token < 1000 for request in requests for token in request.prompt)
@@ -88,7 +90,6 @@ def test_prompts_of_a_trace_follow_from_the_seed(tmp_path: Path) -> None:
         ({"at": "1"}, "at is '1', expected seconds"),
         ({"at": True}, "at is True"),
         ('{"at": Infinity}', "at is inf"),
-        ({"at": 0, "adapter": ""}, "adapter is ''"),
         ({"at": 0, "adapter": 3}, "adapter is 3"),
         ({"at": 0, "prompt_tokens": 0}, "prompt_tokens is 0"),
         ({"at": 0, "output_tokens": 2.5}, "output_tokens is 2.5"),

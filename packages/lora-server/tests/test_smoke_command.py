@@ -203,7 +203,7 @@ def test_a_server_without_ids_parents_and_digests_will_do(
     assert list(baseline.models) == ["base", "other"]
     assert baseline.models["other"].prompts[0].tokens is not None
     assert baseline.models["other"].prompts[0].tokens[0].id is None
-    assert "the digest is not known" in capsys.readouterr().out
+    assert "; no digest" in capsys.readouterr().out
 
 
 def test_nothing_is_written_when_an_adapter_does_not_answer_or_changes(

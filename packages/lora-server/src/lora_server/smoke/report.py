@@ -42,6 +42,8 @@ class ModelResult:
     def digest_line(self) -> str:
         """Say whether the content is the recorded one."""
         before, now = self.digest_recorded, self.digest_found
+        if before is now is None:
+            return "no digest"
         if before is None or now is None:
             return "the digest is not known"
         length = min(len(before), len(now))

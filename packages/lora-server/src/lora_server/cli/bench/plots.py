@@ -79,6 +79,7 @@ def draw_timeline(path: Path, run: LoadResult) -> None:
     moments, counts = in_flight(good)
     axes[1].step(moments, counts, where="post")
     axes[1].set(xlabel="seconds", ylabel="requests in flight", xlim=(0, run.duration_s))
+    axes[1].set_ylim(bottom=0)
     figure.savefig(path)
 
 

@@ -1,8 +1,8 @@
 """Traces: which adapter was asked when, and how much, as lines of JSON.
 
 One request a line, in any order: `{"at": 1.25, "adapter": "sql", "prompt_tokens": 120,
-"output_tokens": 40}`. `at` is in seconds from any start; an `adapter` that is null or absent is
-the base; lengths that are absent are those of the command line.
+"output_tokens": 40}`. `at` is in seconds from any start; an `adapter` that is null, empty or
+absent is the base; lengths that are absent are those of the command line.
 """
 
 from __future__ import annotations
@@ -117,11 +117,11 @@ def _parse(text: str) -> TraceLine:
     if isinstance(at, bool) or not isinstance(at, int | float) or not math.isfinite(at):
         raise ValueError(f"at is {at!r}, expected seconds")
     adapter = content.get("adapter")
-    if adapter is not None and (not isinstance(adapter, str) or not adapter):
+    if adapter is not None and not isinstance(adapter, str):
         raise ValueError(f"adapter is {adapter!r}, expected a name or null")
     return TraceLine(
         at_s=float(at),
-        adapter=adapter,
+        adapter=adapter or None,
         prompt_tokens=_length(content, "prompt_tokens"),
         output_tokens=_length(content, "output_tokens"),
     )
