@@ -5,6 +5,7 @@
     <cache>/<key>/<name>/finished.json       of which version it is, and how long
     <cache>/<key>/<name>/partial             what an interrupted download left, to be continued
     <cache>/<key>/<name>/partial.json        of which version it is
+    <cache>/<key>/scratch-...                of a call that is running, or was killed
 
 Whoever holds the lock is alone with the source, in this process and in others.
 """
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 _KEY_DIGITS = 32
 _LOCK_DIGITS = 3
 _FINISHED = "finished.json"
+_SCRATCH = "scratch-"
 
 
 class SourceCache:
@@ -69,6 +71,7 @@ class SourceCache:
         with self._lock.open("wb") as lock:
             # The lock goes with the open file, however this process ends.
             fcntl.flock(lock, fcntl.LOCK_EX)
+            self._sweep()
             try:
                 yield
             finally:
@@ -123,8 +126,13 @@ class SourceCache:
     def scratch(self) -> Iterator[Path]:
         """Yield a folder that is gone afterwards."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=self.folder) as folder:
+        with TemporaryDirectory(prefix=_SCRATCH, dir=self.folder) as folder:
             yield Path(folder)
+
+    def _sweep(self) -> None:
+        """Remove scratch folders of processes that were killed; whoever is alone has none yet."""
+        for folder in self.folder.glob(f"{_SCRATCH}*"):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _prune(self) -> None:
         """Remove folders that hold nothing."""
