@@ -6,6 +6,7 @@ Adapters are PEFT's; what must be served after a gate is PEFT's answer for the v
 from __future__ import annotations
 
 import json
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,10 +61,15 @@ def record(server: Server, file: Path, prompts: Path, *names: str) -> dict[str, 
     return content
 
 
-def held_bytes(server: Server) -> tuple[float, ...]:
-    """Bytes of both tiers and slots in use, once nothing runs any more."""
+def held(server: Server) -> tuple[float, ...]:
+    """Bytes of both tiers, slots and KV blocks, once nothing runs any more."""
     assert server.wait_for(lambda: server.metric("lora_server_adapter_slots_leased") == 0)
-    names = ("lora_server_adapter_bytes", "lora_server_adapter_slots_used")
+    names = (
+        "lora_server_adapter_bytes",
+        "lora_server_adapter_slots_used",
+        "lora_server_kv_blocks_used",
+        "lora_server_kv_blocks_kept",
+    )
     return tuple(server.metric(name) for name in names)
 
 
@@ -135,9 +141,13 @@ def test_a_gate_keeps_the_old_version_and_frees_the_new_one(
     llama: World, server: Server, prompts: Path, tmp_path: Path
 ) -> None:
     card = load(server.http, "gated", llama.adapters["a03"]).raise_for_status().json()
+    with prompts.open("a") as file:
+        # several KV blocks, which the engine keeps for the next prompt that begins so
+        file.write(json.dumps({"prompt": list(range(20, 120, 2))}) + "\n")
     gate = record(server, tmp_path / "b.json", prompts, "gated")
     assert complete(server.http, "gated") == expected(llama, "a03")
-    before = held_bytes(server)
+    before = held(server)
+    assert before[-1] > 0
 
     refused = [
         load(server.http, "gated", llama.adapters["a09"], load_inplace=True, gate=gate)
@@ -151,7 +161,7 @@ def test_a_gate_keeps_the_old_version_and_frees_the_new_one(
     assert card["lora"]["digest"][:12] in error["message"]
     assert server.http.get("/v1/adapters/gated").json()["lora"]["digest"] == card["lora"]["digest"]
     assert complete(server.http, "gated") == expected(llama, "a03")
-    assert server.wait_for(lambda: held_bytes(server) == before)
+    assert server.wait_for(lambda: held(server) == before)
     unload(server.http, "gated").raise_for_status()
 
 
@@ -205,31 +215,53 @@ def test_expectations_decide_where_answers_are_meant_to_move(
     unload(server.http, "meant").raise_for_status()
 
 
-def test_streams_of_old_version_and_neighbours_run_on_while_a_gate_decides(
+def test_streams_and_new_requests_stay_with_the_old_version_while_a_gate_decides(
     llama: World, server: Server, prompts: Path, tmp_path: Path
 ) -> None:
-    load(server.http, "busy", llama.adapters["a03"]).raise_for_status()
+    card = load(server.http, "busy", llama.adapters["a03"]).raise_for_status().json()
     gate = record(server, tmp_path / "b.json", prompts, "busy")
-    num_tokens = 160
+    num_tokens = 220
     long: dict[str, Any] = {"stream": True, "max_tokens": num_tokens}
+    have_begun = threading.Barrier(3)
+    is_over = threading.Event()
 
-    def follow(name: str) -> list[int]:
+    def follow(name: str) -> tuple[int, ...]:
         with (
             httpx.Client(base_url=server.url, timeout=60) as client,
             client.stream("POST", "/v1/completions", json=body(name, **long)) as reply,
         ):
-            return [token for chunk in streamed(reply) for token in chunk]
+            chunks = streamed(reply)
+            tokens = next(chunks)
+            have_begun.wait(30)
+            return (*tokens, *(token for chunk in chunks for token in chunk))
+
+    def ask_again_and_again() -> set[tuple[str, tuple[int, ...]]]:
+        answers = set()
+        with httpx.Client(base_url=server.url, timeout=60) as client:
+            while not is_over.is_set():
+                reply = client.post("/v1/completions", json=body("busy"))
+                tokens = tuple(reply.raise_for_status().json()["choices"][0]["token_ids"])
+                answers.add((reply.headers["X-LoRA-Adapter"], tokens))
+        return answers
 
     with ThreadPoolExecutor(3) as pool:
         streams = {name: pool.submit(follow, name) for name in ("busy", BASE_NAME)}
-        assert server.wait_for(lambda: server.metric("vllm:num_requests_running") == 2)
-        refused = load(server.http, "busy", llama.adapters["a09"], load_inplace=True, gate=gate)
-        answers = {name: tuple(stream.result(60)) for name, stream in streams.items()}
-
-    assert refused.status_code == 409
-    assert answers["busy"] == expected(llama, "a03", num_tokens)
-    assert answers[BASE_NAME] == expected(llama, None, num_tokens)
+        have_begun.wait(30)
+        asker = pool.submit(ask_again_and_again)
+        refused = [
+            load(server.http, "busy", llama.adapters["a09"], load_inplace=True, gate=gate)
+            for _ in range(5)
+        ]
+        is_over.set()
+        streamed_tokens = {name: stream.result(60) for name, stream in streams.items()}
+        answers = asker.result(60)
     unload(server.http, "busy").raise_for_status()
+
+    assert {reply.status_code for reply in refused} == {409}
+    assert streamed_tokens["busy"] == expected(llama, "a03", num_tokens)
+    assert streamed_tokens[BASE_NAME] == expected(llama, None, num_tokens)
+    label = f"busy@{card['lora']['digest'][:12]}"
+    assert answers == {(label, expected(llama, "a03"))}
 
 
 def test_the_servers_own_file_gates_updates_by_default(

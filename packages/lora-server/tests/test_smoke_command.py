@@ -35,6 +35,8 @@ class Server:
         self.gives_logprobs = True
         self.takes_ids = True
         self.failing: set[str] = set()
+        self.swaps_after: int | None = None
+        """Number of answers after which another version of every adapter answers."""
         self.bodies: list[dict[str, Any]] = []
         self.keys: set[str | None] = set()
         routes = [
@@ -69,6 +71,8 @@ class Server:
         if body.get("return_token_ids"):
             choice["token_ids"] = [len(word) for word in words]
         digest = self.digests.get(body["model"])
+        if digest is not None and self.swaps_after is not None:
+            digest = digest if len(self.bodies) <= self.swaps_after else "eeeeeeeeeeee"
         headers = {} if digest is None else {"X-LoRA-Adapter": f"{body['model']}@{digest}"}
         return JSONResponse({"choices": [choice]}, headers=headers)
 
@@ -292,3 +296,25 @@ def test_flags_that_are_not_understood_have_status_2(flags: list[str], tmp_path:
         smoke("check", "http://127.0.0.1:9", tmp_path / "b.json", *flags)
 
     assert caught.value.code == 2
+
+
+def test_a_version_that_changes_meanwhile_is_neither_recorded_nor_passed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = Server(sql="select")
+    server.digests = {"sql": "0123456789ab"}
+    file = tmp_path / "b.json"
+    with running(server) as url:
+        smoke("record", url, file)
+        server.swaps_after = len(server.bodies) + 5
+        statuses = [smoke("record", url, tmp_path / "other.json", "--adapter", "sql")]
+        recorded = capsys.readouterr().err
+        server.swaps_after = len(server.bodies) + 5
+        statuses.append(smoke("check", url, file, "--adapter", "sql"))
+        checked = capsys.readouterr().out
+
+    assert statuses == [1, 1]
+    assert "the version changed while it was recorded" in recorded
+    assert not (tmp_path / "other.json").exists()
+    assert "5 same, 3 failed of 8 prompts" in checked
+    assert "the version changed meanwhile, from sql@0123456789ab to sql@eeeeeeeeeeee" in checked

@@ -69,20 +69,24 @@ def _check_model(
 ) -> ModelResult:
     recorded = baseline.models[name]
     results: list[PromptResult] = []
-    label: str | None = None
+    labels: list[str | None] = []
     for index, prompt in enumerate(recorded.prompts):
         try:
             found = client.ask(asked, prompt, max_tokens=baseline.max_tokens)
         except AnswerFailedError as error:
             results.append(failed_prompt(index, prompt, str(error)))
             continue
-        label = found.answered_by or label
-        results.append(compare_prompt(index, prompt, found.answer, tolerance=rules.tolerance))
+        labels.append(found.answered_by)
+        if labels[-1] != labels[0]:
+            change = f"the version changed meanwhile, from {labels[0]} to {labels[-1]}"
+            results.append(failed_prompt(index, prompt, change))
+        else:
+            results.append(compare_prompt(index, prompt, found.answer, tolerance=rules.tolerance))
     return ModelResult(
         name=name,
         rules=rules,
         digest_recorded=recorded.digest,
-        digest_found=digest_of(label),
+        digest_found=digest_of(labels[-1] if labels else None),
         prompts=tuple(results),
     )
 
