@@ -149,14 +149,14 @@ class AdapterJournal:
             _SLOT, version.name, slot.key, version.size_bytes, slot.seconds, error=slot.error
         )
 
-    def evicted(self, digest: str, tier: Tier) -> None:
+    def evicted(self, key: str, tier: Tier) -> None:
         """Note that a version made room for another; `ms` says how long it had been there."""
-        version = self._version(digest)
-        since_s = self._since_s.pop((digest, tier.value), None)
+        version = self._version(key)
+        since_s = self._since_s.pop((key, tier.value), None)
         seconds = 0.0 if since_s is None else self._clock() - since_s
         _log.info(
             "Evicted LoRA adapter",
-            extra=log_fields(**self._fields(digest, version, seconds), tier=tier.value),
+            extra=log_fields(**self._fields(key, version, seconds), tier=tier.value),
         )
         if tier.value == "device":
             self._metrics.thrash.evicted()
