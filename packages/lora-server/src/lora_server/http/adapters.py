@@ -10,8 +10,10 @@ from lora_server.errors import ModelNotFoundError
 from lora_server.http.auth import AdminRoute, UserRoute, audit_of
 from lora_server.http.cards import adapter_card, card_list
 from lora_server.http.context import context_of
+from lora_server.http.describe import answers
 from lora_server.http.gate import gate_of
 from lora_server.http.prepare import service_of
+from lora_server.http.schemas import replies
 from lora_server.http.schemas.adapters import LoadBody, UnloadBody
 from lora_server.http.service import Service
 
@@ -19,7 +21,7 @@ admin_router = APIRouter(route_class=AdminRoute)
 user_router = APIRouter(route_class=UserRoute)
 
 
-@admin_router.post("/v1/load_lora_adapter")
+@admin_router.post("/v1/load_lora_adapter", **answers(replies.AdapterCard))
 async def load_adapter(body: LoadBody, request: Request) -> dict[str, Any]:
     """Load an adapter, or replace it in place; once this answers, it serves the next request."""
     service = service_of(request)
@@ -43,7 +45,7 @@ async def load_adapter(body: LoadBody, request: Request) -> dict[str, Any]:
     return answer
 
 
-@admin_router.post("/v1/unload_lora_adapter")
+@admin_router.post("/v1/unload_lora_adapter", **answers(replies.DeletedReply))
 async def unload_adapter(body: UnloadBody, request: Request) -> dict[str, Any]:
     """Forget an adapter: new requests get 404 at once, running ones finish."""
     service = service_of(request)
@@ -53,7 +55,7 @@ async def unload_adapter(body: UnloadBody, request: Request) -> dict[str, Any]:
     return {"id": body.lora_name, "object": "model", "deleted": True}
 
 
-@admin_router.post("/v1/adapters/{name:path}/pin")
+@admin_router.post("/v1/adapters/{name:path}/pin", **answers(replies.AdapterCard))
 async def pin_adapter(name: str, request: Request) -> dict[str, Any]:
     """Keep an adapter in its slot."""
     service = service_of(request)
@@ -64,7 +66,7 @@ async def pin_adapter(name: str, request: Request) -> dict[str, Any]:
     return adapter_card(card, service)
 
 
-@admin_router.post("/v1/adapters/{name:path}/unpin")
+@admin_router.post("/v1/adapters/{name:path}/unpin", **answers(replies.AdapterCard))
 async def unpin_adapter(name: str, request: Request) -> dict[str, Any]:
     """Let an adapter be evicted again."""
     service = service_of(request)
@@ -75,14 +77,14 @@ async def unpin_adapter(name: str, request: Request) -> dict[str, Any]:
     return adapter_card(card, service)
 
 
-@user_router.get("/v1/adapters")
+@user_router.get("/v1/adapters", **answers(replies.AdapterList))
 async def list_adapters(request: Request) -> dict[str, Any]:
     """List the cards of all adapters."""
     service = service_of(request)
     return card_list([adapter_card(card, service) for card in await service.catalog.cards()])
 
 
-@user_router.get("/v1/adapters/{name:path}")
+@user_router.get("/v1/adapters/{name:path}", **answers(replies.AdapterCard))
 async def get_adapter(name: str, request: Request) -> dict[str, Any]:
     """Describe one adapter."""
     service = service_of(request)

@@ -13,6 +13,7 @@ from fastapi.routing import APIRoute
 
 from lora_server.http.audit import AuditRecord, begin_record, written
 from lora_server.http.context import context_of
+from lora_server.http.describe import Responses, error_responses, security_of
 from lora_server.http.keys import Access, ApiKeys
 
 __all__ = [
@@ -31,6 +32,26 @@ class GuardedRoute(APIRoute):
     """A route that checks the key first. Use a subclass that names the level."""
 
     access: ClassVar[Access] = Access.ADMIN
+
+    def __init__(
+        self,
+        path: str,
+        endpoint: Callable[..., Any],
+        *,
+        methods: set[str] | list[str] | None = None,
+        responses: Responses | None = None,
+        openapi_extra: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        """Describe the route's errors and keys; the arguments are FastAPI's."""
+        super().__init__(
+            path,
+            endpoint,
+            methods=methods,
+            responses={**error_responses(self.access, set(methods or ())), **(responses or {})},
+            openapi_extra={**security_of(self.access), **(openapi_extra or {})},
+            **options,
+        )
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Wrap the handler, so that nothing is read from a caller without a key."""

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request, Response
 from lora_server.http.auth import UserRoute
 from lora_server.http.choices import ChoiceDelta
 from lora_server.http.context import context_of
+from lora_server.http.describe import streams
 from lora_server.http.generation import Generation, PreparedPrompt, PromptScored
 from lora_server.http.logprobs import chat_logprobs
 from lora_server.http.prepare import (
@@ -26,6 +27,7 @@ from lora_server.http.prepare import (
     wants_usage,
 )
 from lora_server.http.sampling import build_sampling
+from lora_server.http.schemas import replies
 from lora_server.http.schemas.openai import ChatBody, ChatMessage
 from lora_server.http.service import Service
 from lora_server.http.streaming import EventStream, reply_while_connected
@@ -36,7 +38,7 @@ router = APIRouter(route_class=UserRoute)
 _ASSISTANT: Final = "assistant"
 
 
-@router.post("/v1/chat/completions")
+@router.post("/v1/chat/completions", **streams(replies.ChatReply))
 async def create_chat_completion(body: ChatBody, request: Request) -> Response:
     """Answer a conversation."""
     selection = choose(request, body)

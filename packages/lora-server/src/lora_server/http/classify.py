@@ -11,6 +11,7 @@ from lora_server.engine.pooling_request import PoolingKind
 from lora_server.errors import InvalidRequestError
 from lora_server.http.activation import activate, given_labels
 from lora_server.http.auth import UserRoute
+from lora_server.http.describe import answers
 from lora_server.http.pooling_prepare import (
     PoolingCall,
     encode_input,
@@ -19,6 +20,7 @@ from lora_server.http.pooling_prepare import (
     wants_activation,
 )
 from lora_server.http.pooling_reply import json_reply
+from lora_server.http.schemas import replies
 from lora_server.http.schemas.pooling import ClassifyBody
 from lora_server.http.streaming import reply_while_connected
 from lora_server.model.labels import LabelSet, ProblemType
@@ -26,7 +28,7 @@ from lora_server.model.labels import LabelSet, ProblemType
 router = APIRouter(route_class=UserRoute)
 
 
-@router.post("/classify")
+@router.post("/classify", **answers(replies.ClassifyReply))
 async def create_classification(body: ClassifyBody, request: Request) -> Response:
     """Classify one or several texts."""
     call = start_call(request, body)

@@ -8,9 +8,11 @@ from lora_server.errors import InvalidRequestError
 from lora_server.http.auth import UserRoute
 from lora_server.http.completion_reply import CompletionReply
 from lora_server.http.context import context_of
+from lora_server.http.describe import streams
 from lora_server.http.generation import PreparedPrompt
 from lora_server.http.prepare import charge_tokens, choose, encode, limits_of, service_of, start
 from lora_server.http.sampling import build_sampling, check_token_ids
+from lora_server.http.schemas import replies
 from lora_server.http.schemas.openai import CompletionBody
 from lora_server.http.service import Service
 from lora_server.http.streaming import EventStream, reply_while_connected
@@ -18,7 +20,7 @@ from lora_server.http.streaming import EventStream, reply_while_connected
 router = APIRouter(route_class=UserRoute)
 
 
-@router.post("/v1/completions")
+@router.post("/v1/completions", **streams(replies.CompletionReply))
 async def create_completion(body: CompletionBody, request: Request) -> Response:
     """Continue one or several prompts."""
     selection = choose(request, body)

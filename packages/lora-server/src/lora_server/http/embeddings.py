@@ -8,15 +8,17 @@ from fastapi import APIRouter, Request, Response
 from lora_server.engine.pooling_request import PoolingKind
 from lora_server.errors import InvalidRequestError
 from lora_server.http.auth import UserRoute
+from lora_server.http.describe import answers
 from lora_server.http.pooling_prepare import PoolingCall, encode_input, start_call, usage_of
 from lora_server.http.pooling_reply import json_reply, write_vector
+from lora_server.http.schemas import replies
 from lora_server.http.schemas.pooling import EmbeddingBody
 from lora_server.http.streaming import reply_while_connected
 
 router = APIRouter(route_class=UserRoute)
 
 
-@router.post("/v1/embeddings")
+@router.post("/v1/embeddings", **answers(replies.EmbeddingReply))
 async def create_embeddings(body: EmbeddingBody, request: Request) -> Response:
     """Embed one or several texts."""
     call = start_call(request, body)

@@ -10,7 +10,9 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from lora_server.errors import NotReadyError
 from lora_server.http.auth import OpenRoute, OverviewRoute, UserRoute
+from lora_server.http.describe import answers, description_of, texts
 from lora_server.http.prepare import service_of
+from lora_server.http.schemas import replies
 from lora_server.metrics import ScrapeState
 
 open_router = APIRouter(route_class=OpenRoute)
@@ -18,7 +20,7 @@ user_router = APIRouter(route_class=UserRoute)
 overview_router = APIRouter(route_class=OverviewRoute)
 
 
-@open_router.get("/health")
+@open_router.get("/health", **answers(replies.StatusReply))
 async def get_health(request: Request, *, live: bool = False) -> dict[str, str]:
     """Answer 200 while requests are taken, else 503.
 
@@ -33,13 +35,13 @@ async def get_health(request: Request, *, live: bool = False) -> dict[str, str]:
     return {"status": service.readiness.phase.value}
 
 
-@user_router.get("/version")
+@user_router.get("/version", **answers(replies.VersionReply))
 async def get_version(request: Request) -> dict[str, str]:
     """Return the server's version."""
     return {"version": service_of(request).version}
 
 
-@overview_router.get("/metrics")
+@overview_router.get("/metrics", **texts("text/plain"))
 async def get_metrics(request: Request) -> Response:
     """Return all metrics in Prometheus' text format."""
     service = service_of(request)
@@ -54,5 +56,4 @@ async def get_metrics(request: Request) -> Response:
 @user_router.get("/openapi.json", include_in_schema=False)
 async def get_openapi(request: Request) -> dict[str, Any]:
     """Return the description of all routes."""
-    schema: dict[str, Any] = request.app.openapi()
-    return schema
+    return description_of(request.app)

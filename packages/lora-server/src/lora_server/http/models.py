@@ -9,12 +9,14 @@ from fastapi import APIRouter, Request
 from lora_server.errors import ModelNotFoundError, UnknownAdapterError
 from lora_server.http.auth import UserRoute
 from lora_server.http.cards import adapter_card, base_card, card_list
+from lora_server.http.describe import answers
 from lora_server.http.prepare import service_of
+from lora_server.http.schemas import replies
 
 router = APIRouter(route_class=UserRoute)
 
 
-@router.get("/v1/models")
+@router.get("/v1/models", **answers(replies.ModelList))
 async def list_models(request: Request) -> dict[str, Any]:
     """List everything that `model` may name."""
     service = service_of(request)
@@ -24,7 +26,7 @@ async def list_models(request: Request) -> dict[str, Any]:
     return card_list(bases + adapters)
 
 
-@router.get("/v1/models/{name:path}")
+@router.get("/v1/models/{name:path}", **answers(replies.ModelCard))
 async def get_model(name: str, request: Request) -> dict[str, Any]:
     """Describe one model."""
     service = service_of(request)

@@ -10,6 +10,7 @@ from lora_server.engine.pooling_request import PoolingKind
 from lora_server.http.activation import activate
 from lora_server.http.auth import UserRoute
 from lora_server.http.classify import labels_of
+from lora_server.http.describe import answers
 from lora_server.http.pooling_prepare import (
     PoolingCall,
     encode_input,
@@ -18,6 +19,7 @@ from lora_server.http.pooling_prepare import (
     wants_activation,
 )
 from lora_server.http.pooling_reply import json_reply, write_vector
+from lora_server.http.schemas import replies
 from lora_server.http.schemas.pooling import PoolBody
 from lora_server.http.streaming import reply_while_connected
 from lora_server.model.labels import LabelSet
@@ -25,7 +27,7 @@ from lora_server.model.labels import LabelSet
 router = APIRouter(route_class=UserRoute)
 
 
-@router.post("/pooling")
+@router.post("/pooling", **answers(replies.PoolReply))
 async def create_pooling(body: PoolBody, request: Request) -> Response:
     """Answer with embeddings, with the labels of texts, or with those of every token."""
     call = start_call(request, body)

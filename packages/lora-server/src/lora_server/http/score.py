@@ -16,9 +16,11 @@ from lora_server.engine.pooling_request import PoolingKind
 from lora_server.errors import InvalidRequestError
 from lora_server.http.activation import activate
 from lora_server.http.auth import UserRoute
+from lora_server.http.describe import answers
 from lora_server.http.pooling_prepare import PoolingCall, start_call, usage_of, wants_activation
 from lora_server.http.pooling_reply import json_reply
 from lora_server.http.pooling_text import EncodedText
+from lora_server.http.schemas import replies
 from lora_server.http.schemas.pooling import RerankBody, ScoreBody
 from lora_server.http.streaming import reply_while_connected
 from lora_server.model.labels import LabelSet
@@ -26,8 +28,8 @@ from lora_server.model.labels import LabelSet
 router = APIRouter(route_class=UserRoute)
 
 
-@router.post("/score")
-@router.post("/v1/score")
+@router.post("/score", **answers(replies.ScoreReply))
+@router.post("/v1/score", **answers(replies.ScoreReply))
 async def create_score(body: ScoreBody, request: Request) -> Response:
     """Score one text against several, or pairs in order."""
     call = start_call(request, body)
@@ -35,9 +37,9 @@ async def create_score(body: ScoreBody, request: Request) -> Response:
     return await reply_while_connected(request, _score_reply(call, body, labels))
 
 
-@router.post("/rerank")
-@router.post("/v1/rerank")
-@router.post("/v2/rerank")
+@router.post("/rerank", **answers(replies.RerankReply))
+@router.post("/v1/rerank", **answers(replies.RerankReply))
+@router.post("/v2/rerank", **answers(replies.RerankReply))
 async def create_rerank(body: RerankBody, request: Request) -> Response:
     """Order documents by how well they answer a query."""
     call = start_call(request, body)

@@ -42,6 +42,8 @@ async def refuse_pooling(request: Request) -> Response:
 
 
 for _path in _GENERATING:
-    generating_router.add_api_route(_path, refuse_generation, methods=["POST"])
+    generating_router.add_api_route(
+        _path, refuse_generation, methods=["POST"], include_in_schema=False
+    )
 for _path in _POOLING:
-    pooling_router.add_api_route(_path, refuse_pooling, methods=["POST"])
+    pooling_router.add_api_route(_path, refuse_pooling, methods=["POST"], include_in_schema=False)
