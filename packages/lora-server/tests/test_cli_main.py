@@ -51,7 +51,7 @@ def test_the_help_lists_the_commands_that_exist(capsys: pytest.CaptureFixture[st
     listed = [
         line.split()[0] for line in capsys.readouterr().out.splitlines() if line[:4] == "    "
     ]
-    assert listed == ["serve", "demo", "bench", "doctor", "smoke"]
+    assert listed == ["serve", "demo", "bench", "doctor", "plan", "smoke"]
 
 
 @pytest.mark.parametrize(

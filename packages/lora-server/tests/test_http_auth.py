@@ -29,6 +29,7 @@ LEVELS = {
     ("GET", "/v1/models/{name:path}"): Access.USER,
     ("GET", "/v1/adapters"): Access.USER,
     ("GET", "/v1/adapters/{name:path}"): Access.USER,
+    ("GET", "/v1/memory"): Access.OVERVIEW,
     ("POST", "/v1/completions"): Access.USER,
     ("POST", "/v1/chat/completions"): Access.USER,
     ("POST", "/v1/embeddings"): Access.USER,

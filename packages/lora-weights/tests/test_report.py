@@ -43,6 +43,35 @@ def test_a_good_adapter_is_described(tmp_path: Path) -> None:
     assert report.weights_bytes == load_adapter(folder).nbytes
 
 
+def test_pairs_that_are_stacked_over_experts_are_described_without_a_base(tmp_path: Path) -> None:
+    experts, rank, hidden, inner = 4, 3, 16, 8
+    path = "base_model.model.model.layers.0.mlp.experts"
+    stacked = {
+        f"{path}.base_layer.lora_A.weight": torch.ones(experts * rank, hidden),
+        f"{path}.base_layer.lora_B.weight": torch.ones(2 * inner, rank * experts),
+        f"{path}.lora_A.weight": torch.ones(experts * rank, inner),
+        f"{path}.lora_B.weight": torch.ones(hidden, rank * experts),
+    }
+    config = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": 6,
+        "target_modules": [],
+        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        "peft_version": "0.19.1",
+    }
+    save_adapter(RawAdapter(config=config, tensors=stacked), tmp_path)
+
+    report = inspect_adapter(tmp_path, read_tensors=False)
+
+    assert report.problems == ()
+    assert report.rank == rank
+    assert [(m.kinds, m.rank, m.scaling, m.shape_a, m.shape_b) for m in report.modules] == [
+        ((PartKind.EXPERTS,), rank, 2.0, (experts * rank, inner), (hidden, rank * experts)),
+        ((PartKind.EXPERTS,), rank, 2.0, (experts * rank, hidden), (2 * inner, rank * experts)),
+    ]
+
+
 def test_problems_are_those_that_load_adapter_raises(tmp_path: Path) -> None:
     folder = write_adapter(tmp_path, MODULES, r=4, use_dora=True, rank_pattern={"q_proj": 40})
     (folder / "adapter_model.safetensors").write_bytes(b"12345678" * 4)

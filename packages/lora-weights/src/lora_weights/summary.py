@@ -6,15 +6,17 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from lora_weights.assemble import parameter_scalings
 from lora_weights.kinds import PartKind
 from lora_weights.names import Part
 from lora_weights.norms import part_norms
 from lora_weights.placement import LOHA_PARTS, LOKR_PARTS, VERA_PARTS
+from lora_weights.scaling import ScalingTable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from lora_weights.inventory import ModuleEntries
+    from lora_weights.inventory import Inventory, ModuleEntries
     from lora_weights.load import Reading
     from lora_weights.tensor_format import TensorEntry
 
@@ -81,18 +83,40 @@ def summarize(reading: Reading) -> Iterator[ModuleSummary]:
     """
     if reading.inventory is None:
         return
-    experts = {
-        pair.module for pairs in reading.inventory.experts.values() for pair in pairs.values()
-    }
-    for entries in reading.inventory.modules:
-        kinds = _kinds(entries, is_expert=entries.module in experts)
+    found = [*_modules(reading, reading.inventory), *_experts(reading, reading.inventory)]
+    yield from sorted(found, key=lambda summary: summary.module)
+
+
+def _modules(reading: Reading, inventory: Inventory) -> Iterator[ModuleSummary]:
+    for entries in inventory.modules:
+        kinds = tuple(dict.fromkeys(_KINDS[part] for part in entries.parts if part in _KINDS))
         if kinds:
             yield _summary(reading, entries, kinds)
 
 
-def _kinds(entries: ModuleEntries, *, is_expert: bool) -> tuple[PartKind, ...]:
-    kinds = dict.fromkeys(_KINDS[part] for part in entries.parts if part in _KINDS)
-    return tuple(PartKind.EXPERTS if is_expert and k is PartKind.PAIR else k for k in kinds)
+def _experts(reading: Reading, inventory: Inventory) -> Iterator[ModuleSummary]:
+    """Yield the pairs that are stacked over experts.
+
+    Which parameter each is for follows from a base's sizes; where ranks or scalings of the
+    parameters differ, the largest is told.
+    """
+    if reading.config is None:
+        return
+    table = ScalingTable(reading.config)
+    for pairs in inventory.experts.values():
+        for name, pair in pairs.items():
+            scalings = parameter_scalings(name, pair, table).values()
+            yield ModuleSummary(
+                module=pair.module,
+                kinds=(PartKind.EXPERTS,),
+                rank=max(scaling.rank for scaling in scalings),
+                scaling=max(scaling.scaling for scaling in scalings),
+                shape_a=pair.lora_a.shape,
+                shape_b=pair.lora_b.shape,
+                dtype=pair.lora_b.dtype,
+                is_embedding=False,
+                nbytes=sum(entry.end - entry.start for entry in (pair.lora_a, pair.lora_b)),
+            )
 
 
 def _summary(

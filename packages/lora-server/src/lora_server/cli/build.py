@@ -16,6 +16,8 @@ from lora_server.cli.build_keys import build_body_limits, build_keys
 from lora_server.cli.build_observers import build_observers
 from lora_server.cli.build_pooling import build_pooling_service
 from lora_server.cli.gate_file import gate_file
+from lora_server.cli.ledger.kv_budget import choose_kv
+from lora_server.cli.ledger.measured import LedgerMeter
 from lora_server.cli.running import Fetcher, RunningService
 from lora_server.cli.wrap import lora_dtype, wrap_model
 from lora_server.config import Task
@@ -29,7 +31,6 @@ from lora_server.errors import StartupError
 from lora_server.http.service import Readiness, Service
 from lora_server.http.text import TextProcessor
 from lora_server.lora_modules import LoraModule, scan_folder
-from lora_server.memory import free_host_bytes, plan_kv
 from lora_server.model.kv_cache import KvCache
 from lora_server.model.load import LoadedModel, load_model
 from lora_server.model.pooling_load import choose_task
@@ -42,9 +43,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _WARM_UP_TOKENS = 8
-_HOST_SHARE = 0.25
-"""Part of the free host memory that the KV cache takes unless told otherwise."""
-_MAX_DEFAULT_KV_BYTES = 4 * 1024**3
 
 
 def build_service(config: ServerConfig) -> RunningService:
@@ -100,6 +98,14 @@ def build_service(config: ServerConfig) -> RunningService:
         metrics=observers.metrics,
         traces=observers.traces,
         is_alive=lambda: engine.is_alive,
+        memory=LedgerMeter(
+            config=config,
+            task=task,
+            model=model,
+            manager=manager,
+            engine=engine,
+            max_model_len=core.max_model_len,
+        ),
         gate_file=gate,
         readiness=Readiness(),
         keys=keys,
@@ -120,15 +126,7 @@ def _build_core(
     journal: AdapterJournal,
 ) -> tuple[EngineCore, Fetcher]:
     """Size and allocate the KV cache, and make the engine's state."""
-    budget = plan_kv(
-        token_bytes=model.kv_token_bytes,
-        block_size=config.block_size,
-        context_length=model.context_length,
-        max_model_len=config.max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        memory_bytes=config.kv_cache_memory,
-        default_bytes=_default_kv_bytes(config, model.device),
-    )
+    budget = choose_kv(config, model)
     cache = KvCache(
         model.kv_shapes,
         num_blocks=budget.num_blocks,
@@ -167,14 +165,6 @@ def _build_core(
         clock=time.monotonic,
     )
     return core, fetcher
-
-
-def _default_kv_bytes(config: ServerConfig, device: torch.device) -> int:
-    """What the KV cache may take when nobody says how much."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return max(int(free - total * (1 - config.gpu_memory_utilization)), 0)
-    return min(int(free_host_bytes() * _HOST_SHARE), _MAX_DEFAULT_KV_BYTES)
 
 
 def _static_modules(config: ServerConfig) -> tuple[LoraModule, ...]:

@@ -14,6 +14,7 @@ from lora_server.adapters.loader import AdapterLoader
 from lora_server.adapters.paths import AdapterRoots
 from lora_server.cli.build_keys import build_body_limits, build_keys
 from lora_server.cli.build_observers import build_observers
+from lora_server.cli.ledger.measured import LedgerMeter
 from lora_server.cli.running import Fetcher, RunningService
 from lora_server.cli.wrap import lora_dtype, wrap_model
 from lora_server.engine.admission import AdapterAdmission
@@ -98,6 +99,14 @@ def build_pooling_service(config: ServerConfig, task: Task, *, num_threads: int)
         metrics=observers.metrics,
         traces=observers.traces,
         is_alive=lambda: engine.is_alive,
+        memory=LedgerMeter(
+            config=config,
+            task=task,
+            model=model,
+            manager=manager,
+            engine=engine,
+            max_model_len=max_length,
+        ),
         pooling=PoolingService(
             engine=engine,
             task=task,

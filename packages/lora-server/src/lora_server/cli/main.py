@@ -11,13 +11,13 @@ import sys
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from lora_server.cli import bench, demo, doctor, serve, smoke
+from lora_server.cli import bench, demo, doctor, plan, serve, smoke
 from lora_server.errors import StartupError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_COMMANDS = (serve, demo, bench, doctor, smoke)
+_COMMANDS = (serve, demo, bench, doctor, plan, smoke)
 _PROGRAM = "lora-server"
 
 

@@ -58,6 +58,7 @@ def render_reference() -> str:
     parts.append(_AFTER_SERVE + refused)
     commands = ("demo", "bench", "bench compare", "smoke record", "smoke check")
     parts += [_command_section(name) for name in commands]
+    parts.append(_command_section("plan", without=_serve_names()))
     return "\n".join(parts)
 
 
@@ -85,13 +86,18 @@ def _group_section(group: str) -> str:
     return "\n".join([*lines, ""])
 
 
-def _command_section(name: str) -> str:
-    """Describe a command that has no variables and no file."""
+def _serve_names() -> frozenset[str]:
+    """Return what `argparse` calls the options that `serve` has."""
+    return frozenset({"config", *(f.name for f in dataclasses.fields(ServerConfig))})
+
+
+def _command_section(name: str, *, without: frozenset[str] = frozenset()) -> str:
+    """Describe a command, or what it has beside the options that another section describes."""
     parser = _subparser(name)
     lines = [f"## lora-server {name}", "", parser.description or "", ""]
     lines += ["| option | default | |", "|---|---|---|"]
     for action in _actions(parser):
-        if isinstance(action, argparse._HelpAction):  # noqa: SLF001
+        if isinstance(action, argparse._HelpAction) or action.dest in without:  # noqa: SLF001
             continue
         names = action.option_strings or [str(action.metavar)]
         flags = ", ".join(f"`{name}`" for name in names)

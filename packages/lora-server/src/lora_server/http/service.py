@@ -20,6 +20,7 @@ from lora_server.http.body_limit import BodyLimits
 from lora_server.http.keys import ApiKeys
 from lora_server.http.pooling_service import PoolingService
 from lora_server.http.text import TextProcessor
+from lora_server.ledger import AdapterLedger, MemoryLedger
 from lora_server.metrics import EngineSnapshot, ServerMetrics
 from lora_server.traces import Traces
 
@@ -180,6 +181,14 @@ class Catalog(Protocol):
         ...
 
 
+class MemoryMeter(Protocol):
+    """Measures what the service takes of the memory."""
+
+    def measure(self, adapters: Sequence[AdapterLedger]) -> MemoryLedger:
+        """Return the ledger of this moment, with these adapters; blocks for about a step."""
+        ...
+
+
 class Phase(StrEnum):
     """Where the service is in its life."""
 
@@ -234,6 +243,8 @@ class Service:
     """Baseline that updates in place must pass, for the names it holds."""
     pooling: PoolingService | None = None
     """What answers where the model does not generate; then `engine` only reports."""
+    memory: MemoryMeter | None = None
+    """What tells the memory ledger; None where there is nothing to measure."""
     readiness: Readiness = field(default_factory=Readiness)
     is_alive: Callable[[], bool] = lambda: True
     """Whether the engine's thread runs."""

@@ -40,12 +40,13 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_CLASSES: Final[dict[Task, Any]] = {
+POOLING_CLASSES: Final[dict[Task, Any]] = {
     Task.CLASSIFY: AutoModelForSequenceClassification,
     Task.SCORE: AutoModelForSequenceClassification,
     Task.TOKEN_CLASSIFY: AutoModelForTokenClassification,
     Task.EMBED: AutoModel,
 }
+"""Task -> transformers' class that loads a model for it."""
 
 
 def load_pooler(
@@ -122,7 +123,7 @@ def _load(
         options["attn_implementation"] = attention.name
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
-        module, info = _CLASSES[task].from_pretrained(
+        module, info = POOLING_CLASSES[task].from_pretrained(
             source,
             dtype="auto" if dtype == "auto" else getattr(torch, dtype),
             output_loading_info=True,

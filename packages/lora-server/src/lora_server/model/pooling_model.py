@@ -123,6 +123,16 @@ class LoadedPooler:
         return head_paths(self.module)
 
     @property
+    def has_head_rows(self) -> bool:
+        """Whether some modules see the rows of a head; true of every model of this kind."""
+        return True
+
+    @property
+    def is_per_token(self) -> bool:
+        """Whether its head reads every token."""
+        return self.head is not None and self.head.rows is HeadRows.ALL
+
+    @property
     def is_packed(self) -> bool:
         """Whether the body takes `PackedInputs`."""
         return self.attention is not None
