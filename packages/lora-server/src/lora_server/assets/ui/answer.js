@@ -52,9 +52,7 @@ export class Answer {
       if (this.label.textContent === "…") setText(this.label, "no answer");
     }
     this.body.removeAttribute("aria-busy");
-    if (this.text === "" && this.state === "done") {
-      this.body.replaceChildren(el("span", { class: "zero" }, "(nothing)"));
-    }
+    this.body.classList.toggle("answer-nothing", this.text === "" && this.state === "done");
     setText(this.foot, this.measured(startMs));
   }
 
@@ -82,7 +80,7 @@ export class Answer {
       if (choice.finish_reason) this.finishReason = choice.finish_reason;
     }
     if (this.firstMs !== undefined) {
-      setText(this.foot, `first after ${duration((this.firstMs - startMs) / 1000).join(" ")}`);
+      setText(this.foot, `first ${duration((this.firstMs - startMs) / 1000).join(" ")}`);
     }
   }
 
@@ -92,10 +90,10 @@ export class Answer {
     if (this.state !== "done") parts.push(this.state);
     if (this.numTokens > 0) parts.push(plural(this.numTokens, "token"));
     if (this.firstMs !== undefined) {
-      parts.push(`first after ${duration((this.firstMs - startMs) / 1000).join(" ")}`);
+      parts.push(`first ${duration((this.firstMs - startMs) / 1000).join(" ")}`);
     }
     if (this.numTokens > 1 && seconds > 0) parts.push(`${rate((this.numTokens - 1) / seconds)}/s`);
-    if (this.finishReason === "length") parts.push("cut at the limit");
+    if (this.finishReason === "length") parts.push("cut at limit");
     return parts.join(" · ");
   }
 

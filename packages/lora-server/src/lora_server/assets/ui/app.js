@@ -2,7 +2,7 @@
 
 import { Adapters } from "./adapters.js";
 import { sendForJson, storeKey, storedKey } from "./api.js";
-import { byId, notifyError, setAttribute, setText } from "./dom.js";
+import { byId, notify, notifyError, setAttribute, setText } from "./dom.js";
 import { Live, showPolling } from "./live.js";
 import { connectLoadForm } from "./load.js";
 import { Playground } from "./playground.js";
@@ -68,16 +68,31 @@ const clocks = [
     },
     async (error) => {
       live.pause();
-      showPolling(true, error);
+      showPolling(true, error.status === UNAUTHORIZED ? "Waiting for a key." : error.message);
       showPhase(PHASES[error.status] ?? "ready");
     },
   ),
   new Clock(
     CARDS_MS,
-    (signal) => adapters.poll(signal),
-    (error) => notifyError(byId("adapters-notice"), error),
+    async (signal) => {
+      await adapters.poll(signal);
+      showCardsError(null);
+    },
+    showCardsError,
   ),
 ];
+
+/** Say why the table is not read, until it is read again. A missing key is told once, above. */
+function showCardsError(error) {
+  const notice = byId("adapters-notice");
+  if (error !== null && error.status !== UNAUTHORIZED) {
+    notifyError(notice, error);
+    notice.dataset.isOfReading = "true";
+  } else if (notice.dataset.isOfReading) {
+    notify(notice);
+    delete notice.dataset.isOfReading;
+  }
+}
 
 function showPhase(phase) {
   const words = { locked: "key needed", ready: "serving" };
@@ -132,7 +147,9 @@ function connectKey() {
     use("");
     byId("key-toggle").focus();
   });
-  document.addEventListener("key-needed", (event) => showKeyPanel(true, event.detail ?? ""));
+  document.addEventListener("key-needed", (event) => {
+    showKeyPanel(true, storedKey() ? (event.detail ?? "") : "This server asks for an API key.");
+  });
 }
 
 connectKey();

@@ -9,9 +9,9 @@ export function count(value) {
   return COUNT.format(value);
 }
 
-/** One digit after the point below a hundred, none above. */
+/** One digit after the point below a hundred, none above, and none for nothing. */
 export function rate(value) {
-  return value < 100 ? RATE.format(value) : COUNT.format(value);
+  return value > 0 && value < 100 ? RATE.format(value) : COUNT.format(value);
 }
 
 /** 1536 -> ["1.5", "KiB"]. */

@@ -123,9 +123,9 @@ export class Live {
   }
 }
 
-/** Say whether the readings are fresh. */
-export function showPolling(isSeen, error = null) {
-  const text = error === null ? "Last two minutes, read once a second." : error.message;
+/** Say whether the readings are fresh, and why not. */
+export function showPolling(isSeen, problem = "") {
+  const text = problem || "Last two minutes, read once a second.";
   setText(byId("live-state"), isSeen ? text : "Paused while the page is hidden.");
 }
 

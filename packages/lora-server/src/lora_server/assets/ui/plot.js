@@ -50,7 +50,8 @@ export class Plot {
     setText(this.unit, unit);
     const top = ceiling ?? niceCeiling(history.flatMap(({ values }) => values));
     const [topNumber, topUnit] = this.format(top);
-    setText(this.ceiling, `${topNumber} ${topUnit}`.trim());
+    const isEmpty = history.every(({ values }) => values.every((value) => value === null));
+    setText(this.ceiling, isEmpty ? "" : `${topNumber} ${topUnit}`.trim());
     this.series.forEach((_, idx) => {
       const runs = this.runs(history, idx, now, top);
       setAttribute(this.lines[idx], "d", runs.map(linePath).join(""));
