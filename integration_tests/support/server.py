@@ -35,7 +35,7 @@ READY_WITHIN_S = 120.0
 END_WITHIN_S = 30.0
 _POLL_S = 0.05
 _TIMEOUT_S = 60.0
-_ADDRESS = re.compile(r"Serving .* on (http://\S+)")
+_ADDRESS = re.compile(r"Serving .* on (http://[\w.:\[\]-]+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
