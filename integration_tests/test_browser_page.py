@@ -200,6 +200,51 @@ def test_a_key_is_asked_for_and_kept_in_the_tab_alone(
     assert {status for status, _ in record.refusals} == {401}
 
 
+def test_a_key_that_sees_some_adapters_sees_their_rows_and_its_own_answers(
+    browser: Browser, llama: World, start_server: StartServer
+) -> None:
+    keys = llama.folder / "keys.yaml"
+    keys.write_text("- {name: narrow, key: narrow-key, adapters: [a03]}\n")
+    flags = [*llama.lora_modules("a00", "a03"), "--api-key-file", str(keys)]
+    with (
+        start_server(llama, *flags) as server,
+        opened(browser, f"{server.url}/ui") as (page, record),
+    ):
+        page.get_by_label("API key", exact=True).fill("narrow-key")
+        page.keyboard.press("Enter")
+        expect(row(page, "a03")).to_be_visible()
+        expect(page.get_by_text("serving", exact=True)).to_be_visible()
+        expect(page.locator("#live-state")).to_contain_text("'narrow'")
+        send_prompt(page, PROMPT, max_tokens="4")
+        wait_for_answers(page)
+
+        expect(page.locator("#key-panel")).to_be_hidden()
+        expect(row(page, "a00")).to_have_count(0)
+        expect(page.locator('[data-model="a03"] .answered-by')).to_contain_text("a03@")
+        expect(page.locator('[data-model="base"] [role=alert]')).to_have_text(re.compile("."))
+
+    assert record.errors == []
+
+
+def test_the_page_works_below_the_prefix_of_a_proxy(browser: Browser, server: Server) -> None:
+    paths: list[str] = []
+
+    def strip(route: Route) -> None:
+        paths.append(route.request.url.removeprefix(server.url))
+        route.continue_(url=route.request.url.replace("/llm/", "/"))
+
+    with opened(browser, "about:blank") as (page, record):
+        page.route("**/*", strip)
+        page.goto(f"{server.url}/llm/ui")
+        expect(row(page, "a00")).to_be_visible()
+        send_prompt(page, PROMPT, max_tokens="4")
+        wait_for_answers(page)
+
+    assert [path for path in paths if not path.startswith("/llm/")] == []
+    assert "/llm/v1/chat/completions" in paths
+    assert (record.errors, record.refusals) == ([], [])
+
+
 def test_the_plots_show_what_the_metrics_count(page: Page, server: Server) -> None:
     def reading(title: str) -> Locator:
         return page.locator("article.tile").filter(has_text=title).locator(".reading-number")

@@ -30,8 +30,12 @@ export function storeKey(key) {
   else sessionStorage.removeItem(KEY_NAME);
 }
 
-/** Send a request and return its reply; throw an `ApiError` unless it succeeded. */
-export async function send(path, { body, signal } = {}) {
+/**
+ * Send a request and return its reply; throw an `ApiError` unless it succeeded.
+ *
+ * The page asks for a key when one is missing or refused, unless `asksForKey` is false.
+ */
+export async function send(path, { body, signal, asksForKey = true } = {}) {
   const headers = {};
   const key = storedKey();
   if (key) headers.Authorization = `Bearer ${key}`;
@@ -45,7 +49,7 @@ export async function send(path, { body, signal } = {}) {
     if (error.name === "AbortError") throw error;
     throw new ApiError();
   }
-  if (!reply.ok) throw await refusal(reply);
+  if (!reply.ok) throw await refusal(reply, asksForKey);
   return reply;
 }
 
@@ -78,14 +82,14 @@ export async function* eventsOf(reply) {
   }
 }
 
-async function refusal(reply) {
+async function refusal(reply, asksForKey) {
   let error = {};
   try {
     error = (await reply.json()).error ?? {};
   } catch {
     error = { message: `The server answered ${reply.status} ${reply.statusText}`.trim() };
   }
-  if (reply.status === 401) {
+  if (reply.status === 401 && asksForKey) {
     document.dispatchEvent(new CustomEvent("key-needed", { detail: error.message }));
   }
   return ApiError.from(reply.status, error);

@@ -66,10 +66,11 @@ const clocks = [
       if (byId("phase").dataset.phase === "unreachable") readNames();
       showPhase("ready");
     },
-    async (error) => {
+    (error) => {
       live.pause();
-      showPolling(true, error.status === UNAUTHORIZED ? "Waiting for a key." : error.message);
-      showPhase(PHASES[error.status] ?? "ready");
+      const isKeyMissing = error.status === UNAUTHORIZED && !storedKey();
+      showPolling(true, isKeyMissing ? "Waiting for a key." : error.message);
+      if (error.status !== UNAUTHORIZED) showPhase(PHASES[error.status] ?? "ready");
     },
   ),
   new Clock(
@@ -77,6 +78,7 @@ const clocks = [
     async (signal) => {
       await adapters.poll(signal);
       showCardsError(null);
+      showPhase("ready");
     },
     showCardsError,
   ),
@@ -85,6 +87,7 @@ const clocks = [
 /** Say why the table is not read, until it is read again. A missing key is told once, above. */
 function showCardsError(error) {
   const notice = byId("adapters-notice");
+  if (error?.status === UNAUTHORIZED) showPhase("locked");
   if (error !== null && error.status !== UNAUTHORIZED) {
     notifyError(notice, error);
     notice.dataset.isOfReading = "true";
@@ -109,8 +112,8 @@ async function readNames() {
     ]);
     const bases = data.filter((card) => !card.lora).map((card) => card.id);
     playground.base = bases[0] ?? null;
-    setText(byId("served"), `${bases.join(", ")} · ${version}`);
-    document.title = `${bases[0]} · lora-server`;
+    setText(byId("served"), [...bases, version].join(" · "));
+    document.title = [...bases.slice(0, 1), "lora-server"].join(" · ");
   } catch (error) {
     showPhase(PHASES[error.status] ?? "ready");
   }
