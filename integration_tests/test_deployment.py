@@ -171,3 +171,13 @@ def test_the_service_finds_the_pods() -> None:
 
     assert service["spec"]["selector"] == deployment["spec"]["template"]["metadata"]["labels"]
     assert port["targetPort"] in {found["name"] for found in container()["ports"]}
+
+
+@pytest.mark.parametrize("name", ["deploy.md", "observe.md"])
+def test_every_flag_that_the_pages_name_exists(name: str) -> None:
+    text = (DEPLOY.parent / name).read_text()
+    of_others = {"--gpus", "--stop-timeout", "--system", "--home-dir", "--now"}
+
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) - of_others
+    assert len(named) > 3
+    assert named <= FLAGS

@@ -39,8 +39,9 @@ turned off by `--no-...`, or by `false` in a variable or the file.
 _AFTER_SERVE = f"""\
 `{CACHE_VARIABLE}` is the folder for converted models (default: `~/.cache/lora-server`).
 
-The first SIGINT or SIGTERM ends all running requests, and the server exits with status 0 within a
-few seconds; a second SIGINT does not wait. Problems at start: all of them on stderr, status 1.
+SIGTERM lets running requests finish for `--drain-timeout`, refuses new ones, and then exits with
+status 0. SIGINT, or a second signal, ends all running requests within a few seconds, with status 0
+too; a further SIGINT does not wait. Problems at start: all of them on stderr, status 1.
 
 ### Flags of vLLM that do not exist here
 
