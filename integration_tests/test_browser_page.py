@@ -284,13 +284,13 @@ def test_nothing_is_polled_while_the_page_is_hidden(browser: Browser, server: Se
 def test_a_weak_adapter_carries_a_badge(page: Page) -> None:
     def weaken(route: Route) -> None:
         body = route.fetch().json()
-        body["data"][1]["effect"] = {"is_weak": True}
+        body["data"][1]["effect"] = {"is_weak": True, "logit_shift": {"max": 0.01234}}
         body["data"][2]["effect"] = {"is_weak": False}
         route.fulfill(json=body)
 
     page.route("**/v1/adapters", weaken)
 
-    expect(row(page, NAMES[1])).to_contain_text("weak effect")
+    expect(row(page, NAMES[1]).get_by_title("0.012")).to_have_text("weak effect")
     expect(row(page, NAMES[2])).not_to_contain_text("weak effect")
 
 

@@ -206,6 +206,20 @@ def test_the_filter_and_the_order_decide_what_is_shown(page: Page, server: Serve
     expect(page.get_by_text("No name or path contains “nobody”.")).to_be_visible()
 
 
+def test_a_row_that_moves_keeps_the_focus_in_it(page: Page, server: Server) -> None:
+    names = page.locator("#adapter-rows .name-text")
+    page.get_by_label("Order").select_option("most hits")
+    last = names.all_text_contents()[-1]
+    row(page, last).get_by_role("button", name="Unload").focus()
+    top = max(c["lora"]["hits"] for c in server.http.get("/v1/adapters").json()["data"])
+
+    for _ in range(top + 2):
+        ask(server.http, last, is_chat=False, max_tokens=1)
+
+    expect(names.first).to_have_text(last)
+    assert focused(page)["name"] == f"Unload {last}"
+
+
 @pytest.mark.parametrize("is_chat", [True, False], ids=["chat", "completion"])
 def test_the_playground_shows_what_the_api_answers_and_marks_each_word_that_differs(
     page: Page, server: Server, *, is_chat: bool

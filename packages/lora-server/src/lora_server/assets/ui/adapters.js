@@ -59,15 +59,19 @@ export class Adapters {
         this.rows.delete(name);
       }
     }
+    const focused = document.activeElement;
     let before = null;
     for (const card of shown) {
       if (!this.rows.has(card.id)) this.rows.set(card.id, new Row(this, card));
       const row = this.rows.get(card.id);
       row.update(card);
-      // Moved only when it has to be: a row that is moved loses the focus inside it.
       const place = before === null ? byId("adapter-rows").firstChild : before.nextSibling;
       if (place !== row.node) byId("adapter-rows").insertBefore(row.node, place);
       before = row.node;
+    }
+    // A row that was moved has lost the focus inside it.
+    if (focused !== document.activeElement && focused.isConnected) {
+      focused.focus({ preventScroll: true });
     }
   }
 
@@ -179,7 +183,7 @@ class Row {
     const flags = [];
     if (isPinned) flags.push(["pinned", "pinned", "Never leaves its slot."]);
     if (effect?.is_weak) {
-      flags.push(["weak", "weak effect", "It changes the base's answers less than adapters usually do."]);
+      flags.push(["weak", "weak effect", weaknessOf(effect)]);
     }
     const state = flags.map(([kind]) => kind).join(" ");
     if (this.flags.dataset.state === state && this.flags.childNodes.length > 0) return;
@@ -235,6 +239,12 @@ class Row {
       : `The digest of ${this.name} is ${digest}`;
     notify(byId("adapters-notice"), { message });
   }
+}
+
+/** Say what the probe showed. */
+function weaknessOf({ logit_shift: shift }) {
+  const measured = shift ? ` They move by ${shift.max.toPrecision(2)} at most.` : "";
+  return `It hardly moves the base's answers to the probe.${measured}`;
 }
 
 function requests(card) {

@@ -34,7 +34,8 @@ function bodyOf() {
   };
 }
 
-function described({ id, lora }) {
+function described({ id, lora, effect }) {
   const size = bytes(lora.bytes).join(" ");
-  return `${id} is loaded: rank ${lora.rank}, ${size}, digest ${lora.digest.slice(0, 12)}.`;
+  const weakness = (effect ?? lora.effect)?.is_weak ? " Its effect is weak." : "";
+  return `${id} is loaded: rank ${lora.rank}, ${size}, digest ${lora.digest.slice(0, 12)}.${weakness}`;
 }
