@@ -35,7 +35,7 @@ class Keys:
     def __init__(self, *keys: ApiKey) -> None:
         self.all = keys
 
-    def keys(self) -> tuple[ApiKey, ...]:
+    def current(self) -> tuple[ApiKey, ...]:
         return self.all
 
     def reload(self) -> None:

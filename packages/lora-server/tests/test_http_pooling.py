@@ -335,6 +335,20 @@ def test_a_server_that_cannot_classify_says_why(
     assert text in make_pooled(**options).refuse(path, {"input": "a"})
 
 
+def test_a_pair_without_a_token_is_refused(make_pooled: Callable[..., Pooled]) -> None:
+    pooled = make_pooled(adapter=own(1), width=1)
+    model = {"model": "sql"}
+
+    messages = [
+        pooled.refuse("/score", {**model, "text_1": "", "text_2": ["the cat", ""]}),
+        pooled.refuse("/rerank", {**model, "query": "", "documents": [""]}),
+    ]
+
+    assert all("no tokens" in message for message in messages)
+    assert pooled.engine.requests == []
+    assert pooled.post("/score", {**model, "text_1": "", "text_2": "the cat"})["data"]
+
+
 def test_uneven_lists_and_token_heads_cannot_be_scored(make_pooled: Callable[..., Pooled]) -> None:
     uneven = {"text_1": ["a", "b"], "text_2": ["c"]}
     pairs = {"text_1": "a", "text_2": "b"}

@@ -43,6 +43,14 @@ _MANAGING: Final[Mapping[int | str, str]] = {
 }
 
 
+_EVENT: Final[Mapping[str, Any]] = {
+    "type": "object",
+    "description": "One event with `stream: true`; the last one's data is `[DONE]`.",
+    "properties": {"data": {"type": "string", "description": "A chunk of the reply in JSON."}},
+    "required": ["data"],
+}
+
+
 def error_responses(access: Access, methods: set[str]) -> Responses:
     """Return the errors of a route, by its level and its methods."""
     told = {**_SERVER, **_CHECKED}
@@ -70,8 +78,7 @@ def answers(reply: type[BaseModel]) -> dict[str, Any]:
 
 def streams(reply: type[BaseModel]) -> dict[str, Any]:
     """Return the arguments of a route that answers with `reply`, or with its chunks as events."""
-    event = {"schema": {"type": "string"}, "example": "data: {...}\n\ndata: [DONE]\n\n"}
-    described = {"model": reply, "content": {"text/event-stream": event}}
+    described = {"model": reply, "content": {"text/event-stream": {"schema": _EVENT}}}
     return {"response_model": None, "responses": {200: described}}
 
 

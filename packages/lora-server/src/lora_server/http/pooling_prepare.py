@@ -56,7 +56,8 @@ class PoolingCall:
         """Tokenise texts and pairs; many or long ones beside the event loop.
 
         Raises:
-            InvalidRequestError: one is longer than the model takes and may not be cut.
+            InvalidRequestError: one has no tokens, or is longer than the model takes and may not be
+                cut.
         """
         if sum(len(text) + len(pair or "") for text, pair in texts) <= _LONG_TEXT_CHARS:
             return self._encode(texts)
@@ -116,6 +117,8 @@ class PoolingCall:
         ]
         for text in encoded:
             check_length(len(text.token_ids), limit)
+            if not text.token_ids:
+                raise InvalidRequestError("a text has no tokens")
         return encoded
 
 
