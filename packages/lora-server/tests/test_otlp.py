@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -293,8 +294,15 @@ def test_an_address_without_a_path_gets_that_of_otlp(endpoint: str, expected: st
     assert full_endpoint(endpoint) == expected
 
 
-def test_without_the_flag_there_are_no_traces() -> None:
-    assert build_observers(ServerConfig(model="m")).traces is None
+def test_without_the_flag_there_are_no_traces_and_their_library_is_not_imported() -> None:
+    program = (
+        "import sys; from lora_server.cli.build_observers import build_observers;"
+        "from lora_server.config import ServerConfig;"
+        "assert build_observers(ServerConfig(model='m')).traces is None;"
+        "sys.exit(any(name.startswith('opentelemetry') for name in sys.modules))"
+    )
+
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
 def test_a_missing_extra_is_told_at_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,6 +127,27 @@ def test_a_text_longer_than_a_step_goes_alone() -> None:
     assert run(schedule) == ["1"]
 
 
+def test_a_wait_for_a_slot_is_told_as_it_ends_and_other_waits_are_not() -> None:
+    now_s = 0.0
+    waits: list[float] = []
+    schedule = PoolingScheduler(
+        limits=PoolingLimits(max_num_seqs=8, max_num_batched_tokens=100),
+        adapters=Gate(1),
+        clock=lambda: now_s,
+        on_slot_wait=waits.append,
+    )
+    for i, adapters in enumerate([("a",), ("b",), ("c",), ()]):
+        schedule.add(text(i, *adapters))
+
+    order = []
+    for _ in range(3):
+        order.append(run(schedule))
+        now_s += 2.0
+
+    assert order == [["0", "3"], ["1"], ["2"]]
+    assert waits == [2.0, 4.0]
+
+
 def test_adapters_take_turns_whatever_one_of_them_has_queued() -> None:
     schedule = scheduler(Gate(2), tokens=4)
     for i in range(6):

@@ -199,6 +199,28 @@ def test_a_request_waits_for_its_slot_to_be_written_and_nobody_else_does() -> No
     assert bench.scheduler.num_waiting_for_slot == 0
 
 
+def test_a_wait_for_a_slot_is_told_as_it_ends_and_other_waits_are_not() -> None:
+    gate = Gate(1, "ab", writes_at_once=False)
+    bench = Bench(gate=gate, wait=100.0)
+    first, second, base = bench.add(3, 4, "a"), bench.add(3, 1, "b"), bench.add(3, 1)
+
+    bench.step()
+    bench.clock.now += 0.25  # the first one's slot is being written
+    gate.write()
+    for _ in range(4):
+        bench.step()
+        bench.clock.now += 1.0
+    bench.step()
+    bench.clock.now += 0.5  # so is the second one's
+    gate.write()
+    bench.step()
+
+    assert first.is_finished
+    assert second.is_finished
+    assert base.is_finished
+    assert bench.slot_waits == [0.25, 0.25 + 4.0 + 0.5]
+
+
 def test_c39_a_request_that_is_given_up_while_its_slot_is_written_holds_nothing() -> None:
     gate = Gate(1, "ab", writes_at_once=False)
     bench = Bench(gate=gate)

@@ -57,7 +57,12 @@ class PoolingCore:
     ) -> None:
         self.model = model
         self.adapters = adapters
-        self.scheduler = PoolingScheduler(limits=limits, adapters=adapters)
+        self.scheduler = PoolingScheduler(
+            limits=limits,
+            adapters=adapters,
+            clock=clock,
+            on_slot_wait=None if adapters is None else adapters.journal.waited_for_slot,
+        )
         self._clock = clock
         self._last_step_s = 0.0
         """What the last forward pass took."""

@@ -8,12 +8,15 @@ takes a further slot, so that it finds room as soon as the slots that are being 
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .fairness import TokenShares
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from .claims import SlotClaim
     from .pooling_sequence import PoolingSequence
     from .scheduler import AdapterGate
@@ -40,8 +43,20 @@ class PoolingScheduler:
         *,
         limits: PoolingLimits,
         adapters: AdapterGate | None,
+        clock: Callable[[], float] = time.monotonic,
+        on_slot_wait: Callable[[float], None] | None = None,
     ) -> None:
+        """Start without texts.
+
+        Args:
+            limits: of one step.
+            adapters: who knows about slots; None where adapters are switched off.
+            clock: seconds.
+            on_slot_wait: told how long a text waited for slots, if it did, as it is chosen.
+        """
         self.limits = limits
+        self._clock = clock
+        self._on_slot_wait = on_slot_wait
         self._adapters = adapters
         self.waiting: list[PoolingSequence] = []
         """In order of arrival."""
@@ -122,6 +137,7 @@ class PoolingScheduler:
                 continue
             is_kept = self._begin(sequence, is_kept=is_kept) or is_kept
             if sequence.is_ready:
+                self._tell_slot_wait(sequence)
                 chosen.append(sequence)
                 budget -= sequence.num_tokens
                 self._shares.charge(sequence.adapter_digests, sequence.num_tokens)
@@ -160,12 +176,18 @@ class PoolingScheduler:
             return False
         if not gate.is_runnable(sequence):
             return False
-        if is_kept and not sequence.adapter_digests <= self._held():
-            return False
-        if not gate.can_admit(sequence):
-            return True
-        sequence.lease = gate.begin(sequence)
-        return False
+        is_short = False
+        if not is_kept or sequence.adapter_digests <= self._held():
+            is_short = not gate.can_admit(sequence)
+            if not is_short:
+                sequence.lease = gate.begin(sequence)
+        if not sequence.is_ready and sequence.blocked_since_s is None:
+            sequence.blocked_since_s = self._clock()
+        return is_short
+
+    def _tell_slot_wait(self, sequence: PoolingSequence) -> None:
+        if sequence.blocked_since_s is not None and self._on_slot_wait is not None:
+            self._on_slot_wait(self._clock() - sequence.blocked_since_s)
 
     def _held(self) -> frozenset[str]:
         """Adapters whose slots are taken anyway."""

@@ -15,13 +15,15 @@ if TYPE_CHECKING:
 class PoolingSequence:
     """A request and the lease of its adapters. Owned by the engine thread."""
 
-    __slots__ = ("adapter_digests", "arrival", "lease", "request")
+    __slots__ = ("adapter_digests", "arrival", "blocked_since_s", "lease", "request")
 
     def __init__(self, request: PoolingRequest, arrival: int) -> None:
         self.request = request
         self.arrival = arrival
         """Position in the order of arrival."""
         self.adapter_digests = frozenset(use.digest for use in request.adapters)
+        self.blocked_since_s: float | None = None
+        """When it was first found to lack nothing but slots, or the copy into one; None before."""
         self.lease: Lease[str] | None = None
         """The slots of its adapters; not ready while one of them is being written."""
 

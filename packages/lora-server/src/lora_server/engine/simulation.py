@@ -122,7 +122,15 @@ class Bench:
         limits = SchedulerLimits(
             max_num_seqs=seqs, max_num_batched_tokens=budget, block_size=4, max_adapter_wait_s=wait
         )
-        self.scheduler = Scheduler(limits=limits, pool=self.pool, adapters=gate, clock=self.clock)
+        self.slot_waits: list[float] = []
+        """What sequences waited for slots, in the order in which they began to run."""
+        self.scheduler = Scheduler(
+            limits=limits,
+            pool=self.pool,
+            adapters=gate,
+            clock=self.clock,
+            on_slot_wait=self.slot_waits.append,
+        )
         self.serial = 0
 
     def add(
