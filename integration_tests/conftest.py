@@ -25,6 +25,13 @@ if TYPE_CHECKING:
     from support.server import Server
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let the soak test be shorter than its ten minutes."""
+    parser.addoption(
+        "--soak-seconds", type=float, default=600.0, help="how long the soak test takes"
+    )
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
     """Tiny matrices take seven times as long when several threads share them."""
