@@ -131,7 +131,7 @@ def test_a_check_passes_and_after_an_update_names_adapter_prompt_and_token(
     )
     assert moved["digest_recorded"] != moved["digest_found"][:12]
     assert "FAILED checked: 2 moved of 2 prompts" in text
-    assert f"prompt 1 {str(list(PROMPT))[:30]}" in text
+    assert "prompt 1 [20, 23, 26, 29, 32, 35, 38, 41, ...]" in text
     assert "the digest changed from" in text
     assert f"ok     {BASE_NAME}" in text
     assert "FAILED checked: recorded, but not served" in capsys.readouterr().out

@@ -83,6 +83,40 @@ def test_what_is_no_baseline_is_refused_with_its_place(changes: Any, words: str)
     assert any(words in problem for problem in caught.value.problems)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "problem"),
+    [
+        (5, "Input should be a valid string"),
+        ("", "String should have at least 1 character"),
+        ([], "Tuple should have at least 1 item after validation, not 0"),
+        ([3, -1], "1: Input should be greater than or equal to 0"),
+        (["x"], "0: Input should be a valid integer"),
+    ],
+)
+def test_a_prompt_that_is_none_has_one_problem_in_its_place(prompt: Any, problem: str) -> None:
+    wrong = {"prompt": prompt, "must_contain": ["x"]}
+
+    with pytest.raises(BaselineError) as caught:
+        parse_baseline(content(models={"sql": {"prompts": [wrong]}}))
+
+    (found,) = caught.value.problems
+    assert found.startswith("models.sql.prompts.0.prompt")
+    assert problem in found
+
+
+@pytest.mark.parametrize("value", [None, [], "x", 3])
+def test_what_is_no_object_is_told_so(value: Any) -> None:
+    with pytest.raises(BaselineError, match=r"^expected an object$"):
+        parse_baseline(value)
+
+
+def test_texts_are_not_taken_for_numbers_and_lone_surrogates_for_text() -> None:
+    with pytest.raises(BaselineError, match="max_tokens: Input should be a valid integer"):
+        parse_baseline(content(max_tokens="8"))
+    with pytest.raises(BaselineError, match="end of hex escape"):
+        parse_baseline(content(models={"sql": {"prompts": [{"prompt": "\ud800", "tokens": []}]}}))
+
+
 def test_all_problems_are_told_with_the_file(tmp_path: Path) -> None:
     path = tmp_path / "b.json"
     path.write_text(json.dumps(content(version=2, max_tokens=0)))
@@ -121,7 +155,11 @@ def test_every_bad_line_of_prompts_is_told(tmp_path: Path) -> None:
     with pytest.raises(BaselineError) as caught:
         read_prompts(path)
 
-    assert [problem.split(":")[1] for problem in caught.value.problems] == ["1", "3", "4"]
+    assert [problem.removeprefix(f"{path}:") for problem in caught.value.problems] == [
+        "1: there is no field must_contains",
+        "3: a line must be an object with a prompt",
+        "4: prompt: String should have at least 1 character",
+    ]
     (tmp_path / "empty.txt").write_text("\n")
     with pytest.raises(BaselineError, match="no prompt"):
         read_prompts(tmp_path / "empty.txt")

@@ -7,12 +7,23 @@ known are refused by name, so that a misspelt expectation is not ignored.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
+
+    from pydantic_core import ErrorDetails
 
 FORMAT: Final = "lora-server-smoke"
 VERSION: Final = 1
@@ -31,6 +42,17 @@ Text = Annotated[str, Field(min_length=1)]
 TokenIds = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)]
 
 
+def _kind_of_prompt(value: Any) -> str:
+    return "<tokens>" if isinstance(value, list | tuple) else "<text>"
+
+
+# The tags stand in angle brackets, so that messages can leave them out.
+Prompt = Annotated[
+    Annotated[Text, Tag("<text>")] | Annotated[TokenIds, Tag("<tokens>")],
+    Discriminator(_kind_of_prompt),
+]
+
+
 class BaselineError(ValueError):
     """A file, or a part of a request, is no smoke baseline; `problems` lists every reason."""
 
@@ -43,6 +65,9 @@ class _Part(BaseModel):
     """Base of everything in the file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+P = TypeVar("P", bound=_Part)
 
 
 class AnswerToken(_Part):
@@ -60,7 +85,7 @@ class AnswerToken(_Part):
 class BaselinePrompt(_Part):
     """One prompt, what was answered, and what an answer must fulfil."""
 
-    prompt: Text | TokenIds
+    prompt: Prompt
     text: str | None = None
     """The answer as it was."""
     tokens: tuple[AnswerToken, ...] | None = None
@@ -138,12 +163,24 @@ def parse_baseline(content: Any) -> Baseline:
     Raises:
         BaselineError: with every problem found, up to twenty.
     """
+    return _parse(Baseline, content)
+
+
+def parse_prompt(content: Any) -> BaselinePrompt:
+    """Check one prompt of a file.
+
+    Raises:
+        BaselineError: with every problem found.
+    """
+    return _parse(BaselinePrompt, content)
+
+
+def _parse(kind: type[P], content: Any) -> P:
     try:
-        return Baseline.model_validate(content)
+        # through text: JSON's lists are tuples there, while numbers and texts stay what they are
+        return kind.model_validate_json(json.dumps(content), strict=True)
     except ValidationError as error:
-        raise BaselineError(
-            [_sentence(dict(item)) for item in error.errors()][:_MAX_PROBLEMS]
-        ) from error
+        raise BaselineError(_sentences(error.errors())[:_MAX_PROBLEMS]) from error
 
 
 def read_baseline(path: Path) -> Baseline:
@@ -172,10 +209,24 @@ def write_baseline(baseline: Baseline, path: Path) -> None:
     beside.replace(path)
 
 
-def _sentence(item: dict[str, Any]) -> str:
-    """Turn one of pydantic's errors into `where: what`."""
-    where = ".".join(map(str, item["loc"]))
-    what = str(item["msg"]).removeprefix("Value error, ")
+def _sentences(items: Sequence[ErrorDetails]) -> list[str]:
+    """Turn pydantic's errors into `where: what`, without lists that are short for want of items."""
+    places = [item["loc"] for item in items]
+    return [
+        _sentence(item)
+        for item in items
+        if item["type"] != "too_short"
+        or not any(
+            len(item["loc"]) < len(p) and p[: len(item["loc"])] == item["loc"] for p in places
+        )
+    ]
+
+
+def _sentence(item: ErrorDetails) -> str:
+    where = ".".join(part for part in map(str, item["loc"]) if not part.startswith("<"))
+    what = item["msg"].removeprefix("Value error, ")
     if item["type"] == "extra_forbidden":
         what = "there is no such field"
+    elif item["type"] in {"model_type", "model_attributes_type", "dict_type"}:
+        what = "expected an object"
     return f"{where}: {what}" if where else what

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 _ROUNDING = 1e-9
 """A difference of exactly the tolerance is within it, also after the subtraction is rounded."""
+_SHOWN_CHARS = 40
+_SHOWN_TOKENS = 8
 
 
 class Verdict(StrEnum):
@@ -106,9 +108,11 @@ def failed_prompt(index: int, recorded: BaselinePrompt, error: str) -> PromptRes
 
 def shown_prompt(recorded: BaselinePrompt) -> str:
     """Return the beginning of a prompt as it is named in messages."""
-    limit = 40
-    text = repr(recorded.prompt) if isinstance(recorded.prompt, str) else str(list(recorded.prompt))
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+    if isinstance(recorded.prompt, str):
+        text = recorded.prompt
+        return repr(text if len(text) <= _SHOWN_CHARS else f"{text[: _SHOWN_CHARS - 3]}...")
+    ids = ", ".join(map(str, recorded.prompt[:_SHOWN_TOKENS]))
+    return f"[{ids}{', ...' if len(recorded.prompt) > _SHOWN_TOKENS else ''}]"
 
 
 def _walk(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, Final
 
-from lora_server.smoke.baseline import BaselineError, BaselinePrompt
+from lora_server.smoke.baseline import BaselineError, BaselinePrompt, parse_prompt
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -69,4 +69,4 @@ def _parse_object(line: str) -> BaselinePrompt:
     unknown = sorted(content.keys() - _FIELDS)
     if unknown:
         raise ValueError(f"there is no field {', '.join(unknown)}")
-    return BaselinePrompt.model_validate({**content, "tokens": ()})
+    return parse_prompt({**content, "tokens": ()})
