@@ -202,3 +202,15 @@ def test_a_shutdown_during_the_gate_is_not_taken_for_an_answer(harness: Harness)
 
     assert response.status_code == 503
     assert serving(harness) == OLD
+
+
+def test_a_model_that_does_not_generate_takes_no_gate(
+    make_harness: Callable[..., Harness], harness: Harness
+) -> None:
+    pooling = make_harness(pooling=object())
+
+    response = update(pooling, baseline_of(harness, "hello world"))
+
+    assert response.status_code == 400
+    assert "does not generate" in harness.error(response)["message"]
+    assert serving(pooling) == OLD
