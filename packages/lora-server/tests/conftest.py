@@ -29,6 +29,8 @@ from lora_server.metrics import CacheSnapshot, ServerMetrics
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
+    from lora_server.effect import AdapterEffect
+
 CHAT_TEMPLATE = (
     "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
@@ -132,6 +134,7 @@ class Card:
     hits: int = 0
     waiting: int = 0
     running: int = 0
+    effect: AdapterEffect | None = None
     is_linear: bool = True
 
 

@@ -33,6 +33,7 @@ SQL = {
         "hits": 0,
         "waiting": 0,
         "running": 0,
+        "effect": None,
     },
 }
 

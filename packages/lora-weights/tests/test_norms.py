@@ -48,3 +48,14 @@ def test_each_kind_that_an_adapter_can_tell_has_its_norm() -> None:
     assert part_norms(part) == {PartKind.PAIR: 6.0, PartKind.LORA_BIAS: 6.0}
     assert part_norms(ModulePart(gain=torch.tensor([1.0, 4.0, 5.0]))) == {PartKind.GAIN: 5.0}
     assert part_norms(ModulePart(bias=torch.ones(9))) == {}
+
+
+def test_products_below_each_other_have_one_norm_together() -> None:
+    torch.manual_seed(0)
+    a, b = torch.randn(5, 2, 7), torch.randn(5, 6, 2)
+
+    exact = float((b.double() @ a.double()).square().sum().sqrt())
+    shared = float((b.double() @ a[:1].double()).square().sum().sqrt())
+
+    assert math.isclose(product_norm(a, b), exact, rel_tol=1e-9)
+    assert math.isclose(product_norm(a[:1], b), shared, rel_tol=1e-9)

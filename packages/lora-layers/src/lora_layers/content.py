@@ -9,7 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
+import torch
 from torch import Tensor
+
+from lora_weights import product_norm
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -21,6 +24,10 @@ Pair: TypeAlias = tuple[Tensor, Tensor]
 
 Slices: TypeAlias = tuple[Pair | None, ...]
 """A pair for each slice; None for a slice the adapter leaves alone."""
+
+
+_CANCELLED = 1e-6
+"""Norm of a product, relative to those of its factors, below which it may be rounding alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -66,7 +73,7 @@ class SlotContent:
 
     def has_effect(self) -> bool:
         """Whether anything in it changes an output."""
-        if any(pair is not None and pair[0].any() and pair[1].any() for pair in self.slices):
+        if any(pair is not None and _has_product(pair) for pair in self.slices):
             return True
         if self.gain is not None and bool((self.gain != 1).any()):
             return True
@@ -104,8 +111,20 @@ class ExpertContent:
 
     def has_effect(self) -> bool:
         """Whether anything in it changes an output."""
-        pairs = (*self.w13, self.w2)
-        return any(pair is not None and pair[0].any() and pair[1].any() for pair in pairs)
+        return any(pair is not None and _has_product(pair) for pair in (*self.w13, self.w2))
+
+
+def _has_product(pair: Pair) -> bool:
+    """Whether `B A` is anything but zero: factors that are not can cancel each other."""
+    lora_a, lora_b = pair
+    if not (lora_a.any() and lora_b.any()):
+        return False
+    largest = torch.linalg.vector_norm(lora_a.double()) * torch.linalg.vector_norm(lora_b.double())
+    if product_norm(lora_a, lora_b) > _CANCELLED * float(largest):
+        return True
+    # Too small to be told from rounding: the product itself says. Products of two such factors are
+    # exact in float64.
+    return bool((lora_b.double() @ lora_a.double()).any())
 
 
 Content: TypeAlias = SlotContent | ExpertContent

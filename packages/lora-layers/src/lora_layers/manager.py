@@ -17,6 +17,7 @@ import torch
 from lora_cache import AdapterCache, Residency
 from lora_layers.activate import SlotWriter
 from lora_layers.dummy import build_dummies
+from lora_layers.effect import update_norms
 from lora_layers.errors import AdapterNotActiveError, NotLinearError
 from lora_layers.inject import Injector
 from lora_layers.memory import describe_stacks
@@ -158,6 +159,10 @@ class LoraModelManager:
             AdapterMismatchError: the adapter does not fit; every problem at once.
         """
         return self._stager.pin(self._preparer.prepare(adapter))
+
+    def update_norms(self, prepared: PreparedAdapter) -> dict[str, float]:
+        """Return the Frobenius norm of `B A` by module path. Pure; any thread may call it."""
+        return update_norms(prepared, self._injection.stacks)
 
     def register(self, key: str, prepared: PreparedAdapter) -> bool:
         """Put an adapter into the host tier.

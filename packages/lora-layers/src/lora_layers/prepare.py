@@ -256,7 +256,10 @@ def _find(module: str, paths: Collection[str]) -> str | None:
 def _numeric_problems(contents: Mapping[str, Content]) -> Iterable[Problem]:
     """Yield what is wrong with the numbers as the slots will hold them."""
     if not any(content.has_effect() for content in contents.values()):
-        found = "without effect: no pair, or every lora_A or lora_B zero in the slots' dtype"
+        found = (
+            "without effect: no pair, or every lora_A or lora_B zero in the slots' dtype, or their"
+            f" products zero; norm of the update: 0 over {len(contents)} modules"
+        )
         yield Problem(code=ProblemCode.NO_EFFECT, found=found, expected="at least one delta")
     for path, content in contents.items():
         for name, tensor in content.tensors():

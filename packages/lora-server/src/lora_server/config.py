@@ -22,6 +22,7 @@ __all__ = [
     "CpuKernels",
     "DeviceChoice",
     "Dtype",
+    "EffectProbe",
     "LogFormat",
     "LogLevel",
     "LoraDtype",
@@ -89,6 +90,13 @@ class LogFormat(StrEnum):
 
     TEXT = "text"
     JSON = "json"
+
+
+class EffectProbe(StrEnum):
+    """Whether adapters are compared with the base when they are loaded."""
+
+    ON = "on"
+    OFF = "off"
 
 
 class LogLevel(StrEnum):
@@ -486,6 +494,16 @@ class ServerConfig:
             "Let pins take every slot; requests for other adapters are then refused.",
             _LORA,
             OptionKind.SWITCH,
+        ),
+    )
+    effect_probe: EffectProbe = field(
+        default=EffectProbe.ON,
+        metadata=about(
+            "Run a short text with each adapter that is loaded, to tell how far it moves the "
+            "base's answer.",
+            _LORA,
+            OptionKind.CHOICE,
+            choices=tuple(EffectProbe),
         ),
     )
     max_adapter_wait: float = field(

@@ -69,6 +69,8 @@ def parse_value(option: Option, raw: object) -> Any:
     }
     if not isinstance(raw, str | int | float):
         raise StartupError([f"{raw!r} is not one value"])
+    if isinstance(raw, bool) and {"on", "off"} <= set(option.choices):
+        raw = "on" if raw else "off"  # YAML takes these words for truth values
     try:
         return parsers.get(option.kind, str)(str(raw))
     except ValueError as error:

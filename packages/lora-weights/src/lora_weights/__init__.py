@@ -40,6 +40,7 @@ from lora_weights.modules import (
     ModuleShape,
     TokenRows,
 )
+from lora_weights.norms import product_norm
 from lora_weights.packing import PackedPart, pack_parts, unpack_parts
 from lora_weights.report import AdapterReport, inspect_adapter
 from lora_weights.save import RawAdapter, save_adapter
@@ -85,6 +86,7 @@ __all__ = [
     "join_w13",
     "load_adapter",
     "pack_parts",
+    "product_norm",
     "save_adapter",
     "shard_experts",
     "shard_packed",

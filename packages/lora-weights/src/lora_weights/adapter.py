@@ -47,8 +47,20 @@ class Adapter:
     """Module path -> copies of the base's own tensors that the file holds."""
     experts: range | None = None
     """The experts that were asked for, by index in the whole model; None is all of them."""
+    num_tensors: int = 0
+    """Tensors in the file."""
     skipped: tuple[str, ...] = ()
     """Keys of tensors left out: below a prefix that the caller skips, or state of training."""
+
+    @property
+    def num_applied(self) -> int:
+        """Tensors of the file that an output depends on.
+
+        The others are state of training, outside of what the caller asked for, or copies of the
+        base's, which are compared and dropped.
+        """
+        copies = sum(len(copy.weights) + len(copy.biases) for copy in self.base_copies.values())
+        return self.num_tensors - len(self.skipped) - copies
 
     @property
     def rank(self) -> int:

@@ -268,6 +268,7 @@ def _build(
         source=reading.files.source,
         base_copies=MappingProxyType(assembler.base_copies()),
         experts=experts,
+        num_tensors=len(reading.tensors.entries) if reading.tensors else 0,
         skipped=reading.inventory.skipped,
     )
 

@@ -40,8 +40,9 @@ def product_norm(lora_a: torch.Tensor, lora_b: torch.Tensor) -> float:
     ``||B A||_F^2 = tr(A^T B^T B A) = sum((B^T B) * (A A^T))``: two `[r, r]` matrices in float64.
 
     Args:
-        lora_a: `[r, I]`.
-        lora_b: `[O, r]`.
+        lora_a: `[r, I]`, or several of them below each other, `[X, r, I]`; then the norm is that of
+            all products together. A leading 1 goes with every B.
+        lora_b: `[O, r]`, or `[X, O, r]` likewise.
     """
     a, b = lora_a.double(), lora_b.double()
     # Rounding can leave the square of a product that vanishes a little below zero.

@@ -10,11 +10,12 @@ import asyncio
 import time
 from collections import Counter
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from lora_cache import CacheError, Residency
+from lora_server.effect import ProbeState
 from lora_server.engine.journal import AdapterJournal
 from lora_server.engine.usage import AdapterUsage
 from lora_server.errors import (
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     )
     from concurrent.futures import Future
 
+    from lora_server.effect import AdapterEffect, LogitShift
     from lora_server.engine.admission import AdapterAdmission
     from lora_server.engine.core import AdapterEngine, Core
     from lora_server.model.labels import AdapterLabels
@@ -47,6 +49,9 @@ if TYPE_CHECKING:
     from .paths import AdapterRoots
 
 R = TypeVar("R")
+
+_MAX_PROBE_WAIT_S = 1.0
+"""How long a load waits for the proof of its effect; it is told later where steps are slow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +69,7 @@ class AdapterEntry:
     is_linear: bool
     """Whether it may be scaled, and be one of a weighted set."""
     labels: AdapterLabels
+    effect: AdapterEffect | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +92,8 @@ class AdapterCard:
     """Sequences with it that wait to be admitted."""
     running: int
     """Sequences with it that are being generated."""
+    effect: AdapterEffect | None
+    """What it was shown to change."""
 
 
 class AdapterCatalog:
@@ -208,7 +216,10 @@ class AdapterCatalog:
             with self._failure_noted(name):
                 found = await loop.run_in_executor(loader.threads, loader.read, real)
                 with self.hold([found.digest]):
-                    await self._on_engine(lambda core: _add(core, found, name))
+                    probed = await self._on_engine(lambda core: _add(core, found, name))
+                    if probed is not None:
+                        probe = asyncio.wrap_future(probed)
+                        await asyncio.wait([probe], timeout=_MAX_PROBE_WAIT_S)
                     if check is not None:
                         await check(found.digest)
                     if pinned:
@@ -314,6 +325,7 @@ class AdapterCatalog:
             created_s=time.time(),
             is_linear=found.prepared.is_linear,
             labels=found.labels,
+            effect=found.effect,
         )
         self._holds[found.digest] += 1
         if before is not None:
@@ -398,6 +410,7 @@ class _State:
     residency: Residency
     is_pinned: bool
     usage: AdapterUsage
+    probe: tuple[ProbeState, LogitShift | None]
 
 
 def _admission(core: Core) -> AdapterAdmission:
@@ -406,8 +419,12 @@ def _admission(core: Core) -> AdapterAdmission:
     return core.adapters
 
 
-def _add(core: Core, found: ReadAdapter, name: str) -> None:
-    _admission(core).add(found.digest, found.prepared, found.path, name=name)
+def _add(core: Core, found: ReadAdapter, name: str) -> Future[None] | None:
+    """Put a version in the host tier; return what ends when its probe, begun now, has run."""
+    admission = _admission(core)
+    admission.add(found.digest, found.prepared, found.path, name=name)
+    prober = admission.prober
+    return None if prober is None else prober.ask(found.digest, is_idle=not core.has_work)
 
 
 def _claim_pin(core: Core, digest: str, replaced: str | None) -> Future[None]:
@@ -423,12 +440,16 @@ def _unpin(core: Core, digest: str) -> None:
 
 
 def _states(core: Core, digests: Iterable[str]) -> dict[str, _State]:
-    manager = _admission(core).manager
+    admission = _admission(core)
+    manager, prober = admission.manager, admission.prober
     usage = core.usage()
     unused = AdapterUsage()
     return {
         digest: _State(
-            manager.residency(digest), manager.is_pinned(digest), usage.get(digest, unused)
+            manager.residency(digest),
+            manager.is_pinned(digest),
+            usage.get(digest, unused),
+            (ProbeState.OFF, None) if prober is None else prober.state(digest),
         )
         for digest in digests
     }
@@ -449,4 +470,12 @@ def _card(entry: AdapterEntry, states: Mapping[str, _State]) -> AdapterCard:
         hits=state.usage.hits,
         waiting=state.usage.waiting,
         running=state.usage.running,
+        effect=_effect(entry, *state.probe),
     )
+
+
+def _effect(
+    entry: AdapterEntry, probe: ProbeState, shift: LogitShift | None
+) -> AdapterEffect | None:
+    effect = entry.effect
+    return None if effect is None else replace(effect, probe=probe, logit_shift=shift)

@@ -5,6 +5,7 @@ Knows nothing of names: what comes in is a folder, what goes out is ready for th
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lora_layers import AdapterMismatchError
+from lora_server.effect import AdapterEffect
 from lora_server.errors import (
     InvalidAdapterRequestError,
     RequestError,
@@ -52,6 +54,8 @@ class ReadAdapter:
     path: str
     prepared: PreparedAdapter
     labels: AdapterLabels
+    effect: AdapterEffect | None
+    """What it changes, the probe left out; None for one that is read again."""
     load_s: float
     """Seconds for reading, checking and packing."""
 
@@ -82,8 +86,12 @@ class AdapterLoader:
         """Where reads run."""
         return self._threads
 
-    def read(self, path: str | Path) -> ReadAdapter:
+    def read(self, path: str | Path, *, is_new: bool = True) -> ReadAdapter:
         """Read one adapter; blocks, so call it on `threads`.
+
+        Args:
+            path: where it is.
+            is_new: whether to look at what it changes too.
 
         Raises:
             UnknownAdapterError: there is no adapter in that folder.
@@ -114,7 +122,18 @@ class AdapterLoader:
             size_bytes=prepared.nbytes,
             path=str(path),
             prepared=prepared,
+            effect=self._effect(adapter, prepared) if is_new else None,
             load_s=time.perf_counter() - start,
+        )
+
+    def _effect(self, adapter: Adapter, prepared: PreparedAdapter) -> AdapterEffect:
+        """Say how much of the file is applied, and how large the updates are."""
+        norms = self._manager.update_norms(prepared)
+        return AdapterEffect(
+            applied_tensors=adapter.num_applied,
+            total_tensors=adapter.num_tensors,
+            update_norm=math.hypot(*norms.values()),
+            largest_module=max(norms, key=norms.__getitem__, default=None),
         )
 
     def _labels(
@@ -141,7 +160,7 @@ class AdapterLoader:
         result: PreparedAdapter | Exception
         start = time.perf_counter()
         try:
-            found = self.read(path)
+            found = self.read(path, is_new=False)
             if found.digest == digest:
                 result = found.prepared
             else:

@@ -15,6 +15,7 @@ from lora_server.adapters.paths import AdapterRoots
 from lora_server.cli.build_keys import build_body_limits, build_keys
 from lora_server.cli.build_observers import build_observers
 from lora_server.cli.build_pooling import build_pooling_service
+from lora_server.cli.build_probe import attach_probe
 from lora_server.cli.gate_file import gate_file
 from lora_server.cli.ledger.kv_budget import choose_kv
 from lora_server.cli.ledger.measured import LedgerMeter
@@ -151,6 +152,7 @@ def _build_core(
             fetch=fetcher,
             journal=journal,
         )
+        attach_probe(config, model, admission)
     core = EngineCore(
         model=model,
         adapters=admission,

@@ -14,6 +14,7 @@ from lora_server.adapters.loader import AdapterLoader
 from lora_server.adapters.paths import AdapterRoots
 from lora_server.cli.build_keys import build_body_limits, build_keys
 from lora_server.cli.build_observers import build_observers
+from lora_server.cli.build_probe import attach_probe
 from lora_server.cli.ledger.measured import LedgerMeter
 from lora_server.cli.running import Fetcher, RunningService
 from lora_server.cli.wrap import lora_dtype, wrap_model
@@ -152,6 +153,7 @@ def _build_core(
             fetch=fetcher,
             journal=journal,
         )
+        attach_probe(config, model, admission)
     return PoolingCore(
         model=model,
         adapters=admission,

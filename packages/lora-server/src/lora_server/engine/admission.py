@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lora_cache import Lease
     from lora_layers import LoraModelManager, PreparedAdapter
 
+    from .prober import EffectProber
     from .scheduler import AdapterUser
 
 Fetch = Callable[[str, str], None]
@@ -65,6 +66,8 @@ class AdapterAdmission:
         self._arrived: dict[str, PreparedAdapter] = {}
         """Fetched, but the host tier was full of leased and pinned adapters."""
         self._failures: dict[str, Exception] = {}
+        self.prober: EffectProber | None = None
+        """Shows what adapters change; None leaves that out."""
         self.hits: Counter[str] = Counter()
         """Times each version was needed and was in its slot already."""
 
@@ -122,6 +125,8 @@ class AdapterAdmission:
         self._arrived.pop(digest, None)
         self.hits.pop(digest, None)
         self.journal.retired(digest)
+        if self.prober is not None:
+            self.prober.forget(digest)
         if digest in self._manager:
             self._manager.remove(digest)
 
@@ -217,10 +222,14 @@ class AdapterAdmission:
         """Let slots be written until `seconds` from now, at once as far as there is work."""
         self._writing_ends_s = self._clock() + seconds
         self._write_slots()
+        if self.prober is not None:
+            self.prober.turn()
 
     def finish_writing(self) -> None:
         """Write every slot that waits for it; nothing else can run meanwhile."""
         self._advance(math.inf)
+        if self.prober is not None:
+            self.prober.turn()
 
     def _write_slots(self) -> None:
         if self._manager.has_slot_work:

@@ -28,6 +28,7 @@ def adapter_card(card: AdapterCard, service: Service) -> dict[str, Any]:
             "hits": card.hits,
             "waiting": card.waiting,
             "running": card.running,
+            "effect": None if card.effect is None else card.effect.as_json(),
         },
     }
 

@@ -13,6 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
+from lora_server.effect import AdapterEffect
 from lora_server.engine.messages import EngineOutput
 from lora_server.engine.request import GenerationRequest
 from lora_server.errors import NotReadyError
@@ -100,6 +101,11 @@ class AdapterCard(NamedAdapter, Protocol):
     @property
     def created_s(self) -> float:
         """When it was loaded, seconds since 1970."""
+        ...
+
+    @property
+    def effect(self) -> AdapterEffect | None:
+        """What it was shown to change; None when nobody has looked."""
         ...
 
     @property
