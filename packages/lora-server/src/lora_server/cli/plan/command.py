@@ -87,12 +87,9 @@ def run(parsed: argparse.Namespace, extras: Sequence[str]) -> int:
     resolved = read_config(parsed, extras)
     traffic = _traffic(parsed, resolved)
 
-    import logging
-
     from lora_server.cli.ledger.planned import plan_service
     from lora_server.ledger import Verdict
 
-    logging.getLogger("lora_layers").setLevel(logging.ERROR)  # what serve says at start
     plan = plan_service(resolved.config, resolved.modules)
     advice = None if traffic is None else _advice(traffic, plan, parsed, resolved.config)
     if parsed.json:
