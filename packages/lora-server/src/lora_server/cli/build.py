@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lora_kernels import Backend
 from lora_server.adapters.catalog import AdapterCatalog
 from lora_server.adapters.loader import AdapterLoader
 from lora_server.adapters.paths import AdapterRoots
@@ -20,7 +21,7 @@ from lora_server.cli.gate_file import gate_file
 from lora_server.cli.ledger.kv_budget import choose_kv
 from lora_server.cli.ledger.measured import LedgerMeter
 from lora_server.cli.running import Fetcher, RunningService
-from lora_server.cli.wrap import lora_dtype, wrap_model
+from lora_server.cli.wrap import choose_backend, lora_dtype, wrap_model
 from lora_server.config import Task
 from lora_server.engine.admission import AdapterAdmission
 from lora_server.engine.driver import Engine
@@ -63,6 +64,8 @@ def build_service(config: ServerConfig) -> RunningService:
     observers = build_observers(config)
     started = time.perf_counter()
     model = load_model(config.model, dtype=config.dtype, device=config.device)
+    if choose_backend(config, model.device) is Backend.NATIVE:
+        model.use_native_layers()
     journal = observers.journal
     manager = wrap_model(model, config, on_evict=journal.evicted) if config.enable_lora else None
     core, fetcher = _build_core(config, model, manager, journal)

@@ -17,9 +17,11 @@ from transformers import AttentionInterface
 
 from .attention_math import plain_attention
 from .kv_cache import KvCache, KvShape
+from .native.attention import can_attend, decode_tokens, write_tokens
 
 if TYPE_CHECKING:
     from .attention_step import AttentionStep, DecodeGroup, PrefillChunk
+    from .native.kernels import LayerKernels
 
 _names = itertools.count()
 
@@ -36,6 +38,8 @@ class PagedAttention:
         self.cache: KvCache | None = None
         self.step: AttentionStep | None = None
         self.seen: dict[int, KvShape] = {}
+        self.kernels: LayerKernels | None = None
+        """Native kernels that store and decode, where they take the layer."""
         AttentionInterface.register(self.name, self)
 
     def __call__(  # noqa: PLR0917 - transformers calls it by position
@@ -75,15 +79,32 @@ class PagedAttention:
             return torch.zeros_like(query).transpose(1, 2), None
         cache, step = self.cache, self.step
         key_rows, value_rows = key[0].transpose(0, 1), value[0].transpose(0, 1)
-        cache.write(layer, step.token_slots, key_rows, value_rows)
+        kernels = self.kernels if can_attend(cache.layers[layer]) else None
+        if kernels is not None:
+            write_tokens(kernels, cache.layers[layer], step.token_slots, key_rows, value_rows)
+        else:
+            cache.write(layer, step.token_slots, key_rows, value_rows)
         options = _Options(
             query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux
         )
         query_rows = query[0].transpose(0, 1)  # [T, H, D]
-        if len(step.decode) == 1 and step.decode[0].rows is None:
+        if not options.is_plain:
+            kernels = None
+        if kernels is None and len(step.decode) == 1 and step.decode[0].rows is None:
             return _decode(query_rows, step.decode[0], cache, layer, options).unsqueeze(0), None
         out = torch.empty_like(query_rows, memory_format=torch.contiguous_format)
         for group in step.decode:
+            if kernels is not None:
+                decode_tokens(
+                    kernels,
+                    query_rows,
+                    out,
+                    cache.layers[layer],
+                    group,
+                    scaling=options.scaling,
+                    window=options.window,
+                )
+                continue
             assert group.rows is not None, "one group of all rows was handled above"
             picked = query_rows.index_select(0, group.rows)
             out.index_copy_(0, group.rows, _decode(picked, group, cache, layer, options))

@@ -18,6 +18,8 @@ from transformers.utils import logging as transformers_logging
 from lora_server.errors import StartupError
 
 from .attention import PagedAttention
+from .native.kernels import load_layer_kernels
+from .native.layers import use_native_layers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -58,6 +60,17 @@ class LoadedModel:
     def use_cache(self, cache: KvCache) -> None:
         """Keep keys and values in `cache` from now on."""
         self.attention.cache = cache
+
+    def use_native_layers(self) -> None:
+        """Run parts of the layers as native kernels. Call it before LoRA is put in.
+
+        Raises:
+            BackendUnavailableError: they cannot be compiled or run here.
+        """
+        kernels = load_layer_kernels(self.dtype)
+        if kernels is not None:
+            use_native_layers(self.module, kernels)
+            self.attention.kernels = kernels
 
     def clear_blocks(self, blocks: Sequence[int]) -> None:
         """Write zeros over blocks of the KV cache."""
