@@ -48,8 +48,8 @@ def problems_of(path: Path, *, taken: ApiKeys | None = None) -> str:
 
 
 def test_an_entry_has_rights_and_limits(path: Path) -> None:
-    fields = {"adapters": ["sql", "team-*"], "may_use_base": True, "is_admin": True}
-    limits = {"requests_per_minute": 5, "tokens_per_minute": 1000}
+    fields: dict[str, Any] = {"adapters": ["sql", "team-*"], "may_use_base": True, "is_admin": True}
+    limits: dict[str, Any] = {"requests_per_minute": 5, "tokens_per_minute": 1000}
 
     (key,) = read_keys(write(path, entry(**fields, **limits)))
 

@@ -53,7 +53,7 @@ def clock() -> Clock:
     return Clock()
 
 
-def limited(name: str = "team", **limits: int) -> ApiKey:
+def limited(name: str = "team", **limits: Any) -> ApiKey:
     return ApiKey(name=name, digest=digest_of(name), **limits)
 
 
