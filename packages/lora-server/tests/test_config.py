@@ -191,3 +191,16 @@ def test_a_config_does_not_change() -> None:
 
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.dtype = Dtype.AUTO  # type: ignore[misc]
+
+
+def test_keys_that_cannot_be_sent_or_mean_two_things_are_refused() -> None:
+    problems = problems_of(
+        api_key=("secret", "secret", "secret\n"), admin_api_key="secret", max_body_bytes=0
+    )
+
+    assert any("--api-key has a key twice" in problem for problem in problems)
+    assert any("--admin-api-key is one of --api-key" in problem for problem in problems)
+    assert any("--api-key: expected printable characters" in problem for problem in problems)
+    assert any("--max-body-bytes is 0" in problem for problem in problems)
+    assert "secret" not in "".join(problems)
+    ServerConfig(model="m", api_key=("sk-schl\u00fcssel", "two words"), admin_api_key="M")

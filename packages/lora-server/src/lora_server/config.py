@@ -611,8 +611,8 @@ def _key_problems(config: ServerConfig) -> list[str]:
     if config.admin_api_key is not None and config.admin_api_key in config.api_key:
         problems.append("--admin-api-key is one of --api-key, whose owners would all be admins")
     for flag, keys in (("--api-key", config.api_key), ("--admin-api-key", (config.admin_api_key,))):
-        if any(key and (not key.isprintable() or not key.isascii() or " " in key) for key in keys):
-            problems.append(f"{flag}: expected printable ASCII without spaces")
+        if any(key and (key != key.strip() or not key.isprintable()) for key in keys):
+            problems.append(f"{flag}: expected printable characters, and no space at either end")
     return problems
 
 
