@@ -33,20 +33,37 @@ def can_apply(y: Tensor, x: Tensor, weights: StackedWeights, routing: Routing) -
     `False` says nothing of whether they are right: shapes that do not fit, other dtypes, rows that
     are not contiguous, tokens with several entries, devices other than the CPU.
     """
-    dtype = weights.dtype
+    wanted = weights.derived.get(_wanted)
+    if wanted is None or wanted[0] is not routing:
+        # The same for every call of a step: worked out once, and compared at each.
+        wanted = weights.derived[_wanted] = (routing, *_wanted(weights, routing))
+    _, dtype, x_shape, y_shape = wanted
     return (
         x.dtype is dtype
         and y.dtype is dtype
-        and dtype in _DTYPES
-        and x.shape == (routing.num_tokens, weights.in_features)
-        and y.shape == (routing.num_tokens, weights.total_out_features)
+        and x.shape == x_shape
+        and y.shape == y_shape
         and x.stride(1) == 1
         and y.stride(1) == 1
+        and x.is_cpu
+        and y.is_cpu
+    )
+
+
+def _wanted(
+    weights: StackedWeights, routing: Routing
+) -> tuple[torch.dtype | None, tuple[int, int], tuple[int, int]]:
+    """Return the dtype and shapes of x and y that the kernel takes; no dtype if it takes none."""
+    is_possible = (
+        weights.dtype in _DTYPES
         and weights.num_slots == routing.num_slots
         and not routing.has_repeated_tokens
         and not routing.is_padded
-        and x.device.type == y.device.type == weights.device.type == routing.device.type == "cpu"
+        and weights.device.type == routing.device.type == "cpu"
     )
+    x_shape = routing.num_tokens, weights.in_features
+    y_shape = routing.num_tokens, weights.total_out_features
+    return weights.dtype if is_possible else None, x_shape, y_shape
 
 
 def apply_lora_(y: Tensor, x: Tensor, weights: StackedWeights, routing: Routing) -> Tensor:

@@ -113,6 +113,14 @@ def _requested_logprobs(
     return results
 
 
+def _largest(scores_BV: Tensor) -> Tensor:
+    """Return the first of each row's largest numbers, `[B]`.
+
+    The same as `argmax`, which takes five times as long for bfloat16 rows on a CPU.
+    """
+    return scores_BV.max(dim=-1).indices
+
+
 def _choose(
     logits_BV: Tensor,
     rows: Sequence[SamplerRow],
@@ -122,7 +130,7 @@ def _choose(
     shaped = [b for b, needs_work in enumerate(is_shaped) if needs_work]
     plain = [b for b, needs_work in enumerate(is_shaped) if not needs_work]
     chosen = [0] * len(rows)
-    _store(chosen, plain, lambda: _pick(logits_BV, plain).argmax(dim=-1))
+    _store(chosen, plain, lambda: _largest(_pick(logits_BV, plain)))
     if not shaped:
         return chosen
 
@@ -133,7 +141,7 @@ def _choose(
     greedy = [i for i, b in enumerate(shaped) if rows[b].sampling.is_greedy]
     random = [i for i, b in enumerate(shaped) if not rows[b].sampling.is_greedy]
     at = [shaped[i] for i in greedy]
-    _store(chosen, at, lambda: _pick(scores_BV, greedy).argmax(dim=-1))
+    _store(chosen, at, lambda: _largest(_pick(scores_BV, greedy)))
     at = [shaped[i] for i in random]
     _store(chosen, at, lambda: _draw(_pick(scores_BV, random), [rows[b] for b in at]))
     return chosen
