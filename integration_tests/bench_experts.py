@@ -88,12 +88,13 @@ def make_cases(dtype: torch.dtype) -> tuple[dict[str, Callable[[], Tensor]], dic
     hidden = torch.randn(TOKENS, HIDDEN).to(dtype)
     scores, chosen = torch.rand(TOKENS, EXPERTS).topk(CHOICES, dim=-1)
     weights = (scores / scores.sum(-1, keepdim=True)).to(dtype)
-    num_used = len(chosen.unique())
+    num_used = len(set(chosen.flatten().tolist()))
     base_bytes = num_used * 3 * HIDDEN * INNER * dtype.itemsize
 
     def run(count: int) -> Tensor:
         wrapped.stack.cell.active = routings[count]
-        return wrapped(hidden, chosen, weights)
+        out: Tensor = wrapped(hidden, chosen, weights)
+        return out
 
     routings = {}
     floors = {"transformers": base_bytes}

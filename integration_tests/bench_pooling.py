@@ -169,9 +169,9 @@ def measure_peft(
         return pooled
 
     def classify(text: str) -> list[float]:
-        return (
-            model(**tokenizer(text, return_tensors="pt")).logits[0].float().softmax(dim=0).tolist()
-        )  # type: ignore[no-any-return]
+        logits = model(**tokenizer(text, return_tensors="pt")).logits[0].float()
+        probs: list[float] = logits.softmax(dim=0).tolist()
+        return probs
 
     answers: dict[str, Callable[[str], list[float]]] = dict(
         zip(ROUTES, (embed, classify), strict=True)
