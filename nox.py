@@ -135,6 +135,12 @@ def bench(session: nox.Session) -> None:
 
 
 @nox.session
+def bench_cpu(session: nox.Session) -> None:
+    """Measure a small model's serving on this CPU beside its goals; `--quick`, `--only 1,4`."""
+    _uv_run(session, "python", "integration_tests/bench_cpu.py", *session.posargs)
+
+
+@nox.session
 def build(session: nox.Session) -> None:
     """Build the five wheels, install them together, import each."""
     dist = Path(session.create_tmp()).resolve() / "dist"

@@ -1,0 +1,53 @@
+"""The program with a model that takes 10 ms a step and thinks nothing: what is left is the rest.
+
+`python integration_tests/support/asleep.py serve MODEL ...` is `lora-server serve MODEL ...`, but
+each forward pass sleeps and answers with fixed random logits.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING
+from unittest import mock
+
+import torch
+
+from lora_server.cli.main import main
+from lora_server.model.load import LoadedModel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from lora_server.model.attention_step import AttentionStep
+
+STEP_S = 0.010
+MAX_ROWS = 64
+"""Most rows of a step that sample: the server's most sequences in one."""
+
+
+def sleeping_forward() -> Callable[..., torch.Tensor]:
+    """Return what replaces `LoadedModel.forward`."""
+    tables: list[torch.Tensor] = []
+
+    def forward(
+        self: LoadedModel,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        step: AttentionStep,
+        logits_idx: torch.Tensor,
+    ) -> torch.Tensor:
+        """Sleep; answer as many rows of logits as are wanted."""
+        if not tables:
+            generator = torch.Generator().manual_seed(0)
+            table = torch.randn(MAX_ROWS, self.vocab_size, generator=generator)
+            tables.append(table.to(self.dtype))
+        time.sleep(STEP_S)
+        return tables[0][: len(logits_idx)]
+
+    return forward
+
+
+if __name__ == "__main__":
+    with mock.patch.object(LoadedModel, "forward", sleeping_forward()):
+        sys.exit(main(sys.argv[1:]))
