@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     Glm4MoeConfig,
     GptOssConfig,
     MixtralConfig,
@@ -125,6 +126,26 @@ MOE_BASES: Mapping[str, MoeBase] = {
                 n_group=1,
                 topk_group=1,
             ),
+            shared=("shared_experts.up_proj", "shared_experts.down_proj"),
+        ),
+        MoeBase(
+            name="DeepSeek-V3",
+            config=lambda: DeepseekV3Config(
+                **{**_TWO_LAYERS, "num_key_value_heads": 4, "head_dim": 8},
+                intermediate_size=48,
+                moe_intermediate_size=INNER,
+                n_routed_experts=NUM_EXPERTS,
+                n_shared_experts=1,
+                first_k_dense_replace=1,
+                n_group=1,
+                topk_group=1,
+                kv_lora_rank=16,
+                q_lora_rank=24,
+                qk_rope_head_dim=8,
+                qk_nope_head_dim=16,
+                v_head_dim=12,
+            ),
+            attention=("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
             shared=("shared_experts.up_proj", "shared_experts.down_proj"),
         ),
         MoeBase(

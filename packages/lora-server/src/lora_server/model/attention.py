@@ -61,7 +61,7 @@ class PagedAttention:
             module: the attention layer; its `layer_idx` names the layer.
             query: `[1, H, T, D]`.
             key: `[1, kv heads, T, D]`.
-            value: `[1, kv heads, T, D]`.
+            value: `[1, kv heads, T, D]`; its width may be another one.
             attention_mask: always None; what a row may see is in the step.
             scaling: factor on the logits, default `D ** -0.5`.
             sliding_window: keys a query may look back at, itself included.
@@ -69,14 +69,21 @@ class PagedAttention:
             s_aux: `[H]` attention sinks: one more logit a head that takes weight but has no value.
 
         Returns:
-            `[1, T, H, D]` and None for the weights.
+            `[1, T, H, D]`, as wide as the values, and None for the weights.
         """
         layer = int(module.layer_idx)  # type: ignore[arg-type]  # an int on every layer
         if self.cache is None or self.step is None:
             self.seen[layer] = KvShape(
                 num_kv_heads=key.shape[1], head_dim=key.shape[3], value_head_dim=value.shape[3]
             )
-            return torch.zeros_like(query).transpose(1, 2), None
+            rows, heads = query.shape[2], query.shape[1]
+            return value.new_zeros((1, rows, heads, value.shape[3])), None
+        if key.shape[3] != value.shape[3]:
+            width = max(key.shape[3], value.shape[3])
+            scaling = query.shape[3] ** -0.5 if scaling is None else scaling
+            q, k, v = (_pad(states, width) for states in (query, key, value))
+            out, _ = self(module, q, k, v, None, scaling, sliding_window, softcap, s_aux)
+            return out[..., : value.shape[3]], None
         cache, step = self.cache, self.step
         key_rows, value_rows = key[0].transpose(0, 1), value[0].transpose(0, 1)
         kernels = self.kernels if can_attend(cache.layers[layer]) else None
@@ -113,6 +120,11 @@ class PagedAttention:
             fresh = (key_rows[own], value_rows[own])
             out[own] = _prefill(query_rows[own], fresh, chunk, cache, layer, options)
         return out.unsqueeze(0), None
+
+
+def _pad(states: torch.Tensor, width: int) -> torch.Tensor:
+    """Widen heads with zeros, which change neither a product nor a sum."""
+    return F.pad(states, (0, width - states.shape[-1]))
 
 
 class _Options:

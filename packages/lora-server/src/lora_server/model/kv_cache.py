@@ -23,11 +23,16 @@ class KvShape:
     num_kv_heads: int
     head_dim: int
     value_head_dim: int
-    """Equal to `head_dim` in every supported family; kept apart so that a difference is seen."""
+    """Differs from `head_dim` in DeepSeek's latent attention."""
+
+    @property
+    def width(self) -> int:
+        """Numbers kept for a head's key, and for its value: the narrower one is padded."""
+        return max(self.head_dim, self.value_head_dim)
 
     def token_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of one token's key and value."""
-        return 2 * self.num_kv_heads * self.head_dim * dtype.itemsize
+        return 2 * self.num_kv_heads * self.width * dtype.itemsize
 
 
 class KvCache:
@@ -49,7 +54,7 @@ class KvCache:
         self.block_size = block_size
         self.layers = {
             layer: _lazy_zeros(
-                (num_blocks, block_size, 2, shape.num_kv_heads, shape.head_dim), dtype, device
+                (num_blocks, block_size, 2, shape.num_kv_heads, shape.width), dtype, device
             )
             for layer, shape in shapes.items()
         }

@@ -184,9 +184,6 @@ def _probe_shapes(
             " layers with another kind of state cannot be served"
         )
         raise StartupError([problem])
-    unequal = [i for i, shape in seen.items() if shape.head_dim != shape.value_head_dim]
-    if unequal:
-        raise StartupError([f"{name}: keys and values differ in width in layers {unequal}"])
     return seen
 
 
