@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import statistics
 import sys
 import tempfile
@@ -373,7 +374,8 @@ def measure(bench: Bench) -> list[dict[str, Any]]:
             found += rows(bench)
     conditions = {
         "copy_gb_per_s": round(bench.copy_bytes_per_s / 1e9, 1),
-        "rounds_asked": bench.rounds,
+        "rounds": bench.rounds,
+        "requests_of_a_load": bench.num_prompts,
         "utc": machine()["utc"],
         "commit": machine()["commit"],
     }
@@ -396,6 +398,8 @@ def read_options() -> argparse.Namespace:
 def main() -> int:
     """Measure, print the table, write the report."""
     options = read_options()
+    # ended from outside, it still ends its servers and removes its folder
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with tempfile.TemporaryDirectory() as name:
         bench = Bench(
             model=prepare_model(),
