@@ -147,6 +147,7 @@ def take_turns(cases: dict[str, Case], rounds: int) -> dict[str, list[dict[str, 
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in cases}
     for seed, (_, (name, case)) in enumerate(itertools.product(range(rounds), cases.items())):
         found[name].append(send(case, seed=seed))
+        sys.stderr.write(f"{name}: {found[name][-1]['output_tokens_per_s']:.1f} tokens/s\n")
     return found
 
 
