@@ -64,10 +64,13 @@ def build_service(config: ServerConfig) -> RunningService:
     observers = build_observers(config)
     started = time.perf_counter()
     model = load_model(config.model, dtype=config.dtype, device=config.device)
-    if choose_backend(config, model.device) is Backend.NATIVE:
+    backend = choose_backend(config, model.device)
+    if backend is Backend.NATIVE:
         model.use_native_layers()
     journal = observers.journal
-    manager = wrap_model(model, config, on_evict=journal.evicted) if config.enable_lora else None
+    manager = None
+    if config.enable_lora:
+        manager = wrap_model(model, config, backend=backend, on_evict=journal.evicted)
     core, fetcher = _build_core(config, model, manager, journal)
     engine = Engine(core, num_threads=num_threads)
     loader = None

@@ -17,7 +17,7 @@ from lora_server.cli.build_observers import build_observers
 from lora_server.cli.build_probe import attach_probe
 from lora_server.cli.ledger.measured import LedgerMeter
 from lora_server.cli.running import Fetcher, RunningService
-from lora_server.cli.wrap import lora_dtype, wrap_model
+from lora_server.cli.wrap import choose_backend, lora_dtype, wrap_model
 from lora_server.engine.admission import AdapterAdmission
 from lora_server.engine.pooling_core import PoolingCore
 from lora_server.engine.pooling_driver import PoolingEngine
@@ -59,7 +59,10 @@ def build_pooling_service(config: ServerConfig, task: Task, *, num_threads: int)
     model = load_pooler(config.model, task, dtype=config.dtype, device=config.device)
     max_length = _max_length(config, model)
     journal = observers.journal
-    manager = wrap_model(model, config, on_evict=journal.evicted) if config.enable_lora else None
+    manager = None
+    if config.enable_lora:
+        backend = choose_backend(config, model.device)
+        manager = wrap_model(model, config, backend=backend, on_evict=journal.evicted)
     fetcher = Fetcher()
     core = _build_core(config, model, manager, fetcher, journal)
     engine = PoolingEngine(core, num_threads=num_threads)

@@ -28,6 +28,7 @@ def wrap_model(
     model: LoadedModel | LoadedPooler | PlannedModel,
     config: ServerConfig,
     *,
+    backend: Backend = Backend.ATEN,
     on_evict: EvictionHook[str] | None = None,
 ) -> LoraModelManager:
     """Wrap a model in place and allocate its slots; those of a planned one take no memory.
@@ -35,6 +36,7 @@ def wrap_model(
     Args:
         model: what to wrap.
         config: the options.
+        backend: implementation of the operators; who serves asks `choose_backend`.
         on_evict: told of each adapter that has to make room for another.
 
     Raises:
@@ -53,7 +55,7 @@ def wrap_model(
                 packed_modules=PACKED_MODULES,
                 fused_modules=fused_modules(model.text_config),
                 moe_shared_loras=config.enable_moe_shared_loras,
-                backend=choose_backend(config, model.device),
+                backend=backend,
                 prepack_linear=model.device.type == "cpu" and model.dtype == torch.bfloat16,
                 allow_pin_all=config.allow_pin_all,
                 **_head_options(model, config),
