@@ -32,11 +32,17 @@ def default_cache_dir() -> Path:
     return Path.home() / ".cache" / "lora-kernels"
 
 
+def headers_dir() -> Path:
+    """Return the folder of this package's headers: products, LoRA, and what they share."""
+    return Path(__file__).parent
+
+
 def load_library(sources: Sequence[Path], *, cache_dir: Path | None = None) -> ctypes.CDLL:
     """Compile sources, unless that was done before on this processor, and load the result.
 
     Args:
-        sources: C++ files; they are compiled together.
+        sources: C++ files; they are compiled together. They may include headers that lie beside
+            them, and those of `headers_dir`.
         cache_dir: where the library is kept; None is `default_cache_dir`. It must be writable by
             nobody else, since what lies there is run.
 
@@ -75,8 +81,10 @@ def _key(compiler: str, sources: Sequence[Path]) -> str:
     digest = hashlib.sha256()
     for part in (version.stdout, *FLAGS, _processor()):
         digest.update(part.encode() + b"\0")
-    for source in sources:
-        digest.update(source.read_bytes() + b"\0")
+    folders = {source.parent for source in sources} | {headers_dir()}
+    headers = sorted(header for folder in folders for header in folder.glob("*.h"))
+    for file in (*sources, *headers):
+        digest.update(file.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
 
@@ -93,7 +101,8 @@ def _compile(compiler: str, sources: Sequence[Path], target: Path) -> None:
     os.close(number)
     partial = Path(name)
     try:
-        done = _run([compiler, *FLAGS, *map(str, sources), "-o", str(partial)])
+        include = f"-I{headers_dir()}"
+        done = _run([compiler, *FLAGS, include, *map(str, sources), "-o", str(partial)])
         if done.returncode:
             lines = [line for line in done.stderr.splitlines() if "error" in line]
             reason = "; ".join(lines[:_ERROR_LINES]) or done.stderr[-300:]

@@ -1,0 +1,68 @@
+// What all kernels share: bfloat16 numbers, and loads and stores of registers with AVX-512.
+
+#pragma once
+
+#include <immintrin.h>
+#include <omp.h>
+
+#include <algorithm>
+#include <cstdint>
+
+#if !defined(__AVX512F__) || !defined(__AVX512BW__) || !defined(__AVX512VL__) || \
+    !defined(__AVX512BF16__)
+#error "these kernels need AVX-512 with F, BW, VL and BF16"
+#endif
+
+struct bf16 {
+  uint16_t bits;
+};
+
+constexpr int LANES = 16;  // float32 numbers of a register
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// The mask of the first n lanes.
+inline __mmask16 first(int64_t n) { return n >= LANES ? 0xffff : (__mmask16)((1u << n) - 1); }
+
+inline __m512 load(const float* p, __mmask16 mask = 0xffff) {
+  return _mm512_maskz_loadu_ps(mask, p);
+}
+
+inline __m512 load(const bf16* p, __mmask16 mask = 0xffff) {
+  __m512i wide = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, p));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
+
+inline void store(float* p, __m512 value, __mmask16 mask = 0xffff) {
+  _mm512_mask_storeu_ps(p, mask, value);
+}
+
+inline void store(bf16* p, __m512 value, __mmask16 mask = 0xffff) {
+  _mm256_mask_storeu_epi16(p, mask, (__m256i)_mm512_cvtneps_pbh(value));
+}
+
+// What is left of a value once it has been stored as a T.
+template <typename T>
+inline __m512 rounded(__m512 value);
+
+template <>
+inline __m512 rounded<float>(__m512 value) {
+  return value;
+}
+
+template <>
+inline __m512 rounded<bf16>(__m512 value) {
+  __m512i wide = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(value));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
+
+// The part of `total` pieces of work that falls to this thread of a team.
+struct Share {
+  int64_t begin, end;
+
+  explicit Share(int64_t total) {
+    int64_t threads = omp_get_num_threads(), own = omp_get_thread_num();
+    begin = total * own / threads;
+    end = total * (own + 1) / threads;
+  }
+};
