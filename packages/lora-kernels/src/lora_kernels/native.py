@@ -9,10 +9,18 @@ from __future__ import annotations
 
 from lora_kernels._native.compiler import default_cache_dir, headers_dir, load_library
 from lora_kernels._native.kernels import native_kernels
+from lora_kernels._native.linear import lora_addresses
 from lora_kernels._native.product import PackedProduct
 from lora_kernels.errors import BackendUnavailableError
 
-__all__ = ["PackedProduct", "default_cache_dir", "headers_dir", "load_library", "why_not_native"]
+__all__ = [
+    "PackedProduct",
+    "default_cache_dir",
+    "headers_dir",
+    "load_library",
+    "lora_addresses",
+    "why_not_native",
+]
 
 
 def why_not_native() -> str | None:

@@ -69,9 +69,22 @@ def _wanted(
 def apply_lora_(y: Tensor, x: Tensor, weights: StackedWeights, routing: Routing) -> Tensor:
     """Add the pairs' part, without gains and biases; arguments for which `can_apply` holds."""
     call = native_kernels().apply_lora[weights.dtype]
-    module, step = _module_table(weights), _step_table(routing)
+    module, step = module_table(weights), step_table(routing)
     call(module[0], step[0], x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0))
     return y
+
+
+def lora_addresses(
+    weights: StackedWeights, routing: Routing, dtype: torch.dtype
+) -> tuple[int, int] | None:
+    """Return where `lora::Module` and `lora::Step` are, for kernels that add the pairs themselves.
+
+    They stay there while `weights` and `routing` live. None where the pairs are not all that a slot
+    adds, or where the kernel does not take them: see `can_apply`.
+    """
+    if weights.affine is not None or _wanted(weights, routing)[0] is not dtype:
+        return None
+    return module_table(weights)[0], step_table(routing)[0]
 
 
 def apply_lora_again_(y: Tensor, x: Tensor, weights: StackedWeights, routing: Routing) -> bool:
@@ -88,9 +101,9 @@ def apply_lora_again_(y: Tensor, x: Tensor, weights: StackedWeights, routing: Ro
     return True
 
 
-def _module_table(weights: StackedWeights) -> Table:
+def module_table(weights: StackedWeights) -> Table:
     """Return the address of `Module` of lora.cpp, made once, and what must live as long."""
-    table: Table | None = weights.derived.get(_module_table)
+    table: Table | None = weights.derived.get(module_table)
     if table is None:
         bounds = [0, *(end for _, end in weights.out_ranges)]
         ranges = torch.tensor(bounds, dtype=torch.int64)
@@ -98,13 +111,13 @@ def _module_table(weights: StackedWeights) -> Table:
         sizes = (weights.num_slices, weights.num_slots)
         widths = (weights.in_features, weights.total_out_features)
         fields = torch.tensor([*(tensor.data_ptr() for tensor in tensors), *sizes, *widths])
-        table = weights.derived[_module_table] = fields.data_ptr(), [fields, ranges]
+        table = weights.derived[module_table] = fields.data_ptr(), [fields, ranges]
     return table
 
 
-def _step_table(routing: Routing) -> Table:
+def step_table(routing: Routing) -> Table:
     """Return the address of `Step` of lora.cpp, made once a step, and what must live as long."""
-    table: Table | None = routing.derived.get(_step_table)
+    table: Table | None = routing.derived.get(step_table)
     if table is None:
         names = (routing.token_idx, routing.scales, routing.seg_indptr, routing.seg_slots)
         tensors = [tensor.contiguous() for tensor in names]
@@ -112,5 +125,5 @@ def _step_table(routing: Routing) -> Table:
         if routing.has_unit_scales:
             addresses[1] = 0
         fields = torch.tensor([*addresses, len(routing.segments)])
-        table = routing.derived[_step_table] = fields.data_ptr(), [fields, *tensors]
+        table = routing.derived[step_table] = fields.data_ptr(), [fields, *tensors]
     return table
