@@ -153,6 +153,53 @@ void decode(const Decode& d, const T* query, T* out, const T* data, float scalin
   }
 }
 
+// Consecutive tokens of one sequence; filled by attention.py in this order.
+struct Prefill {
+  int64_t start, num_tokens;  // rows of the step
+  int64_t context;            // tokens of the sequence before
+  const int64_t* blocks;      // those that hold the context and the chunk
+};
+
+// What all chunks of a call share; filled by attention.py in this order.
+struct PrefillShape {
+  int64_t num_heads, num_kv_heads, width, block_size;
+  int64_t query_row, query_head, out_row, out_head;  // strides in numbers
+  int64_t window;  // keys that a token may look back at, itself included; 0 is all
+};
+
+// Attention of chunks whose keys and values have been stored before. By all threads of a team;
+// ends with a barrier.
+template <typename T>
+void prefill(const PrefillShape& p, const Prefill* chunks, int64_t num_chunks, const T* query,
+             T* out, const T* data, float scaling) {
+  int64_t groups = p.num_heads / p.num_kv_heads, longest = 0, total = 0;
+  for (int64_t c = 0; c < num_chunks; ++c) {
+    longest = std::max(longest, chunks[c].context + chunks[c].num_tokens);
+    total += chunks[c].num_tokens;
+  }
+  int64_t span = (longest + LANES - 1) / LANES * LANES, offset = p.num_kv_heads * p.width;
+  static thread_local std::vector<float> scores;
+  static thread_local std::vector<const T*> keys;
+  if ((int64_t)scores.size() < span) scores.resize(span);
+  if ((int64_t)keys.size() < span) keys.resize(span);
+#pragma omp for schedule(dynamic)
+  for (int64_t unit = 0; unit < total * p.num_kv_heads; ++unit) {
+    int64_t row = unit / p.num_kv_heads, kv_head = unit % p.num_kv_heads, c = 0;
+    for (; row >= chunks[c].num_tokens; ++c) row -= chunks[c].num_tokens;
+    int64_t end = chunks[c].context + row + 1;
+    int64_t begin = p.window ? std::max<int64_t>(end - p.window, 0) : 0;
+    row += chunks[c].start;
+    find_keys(data, chunks[c].blocks, p.block_size, p.num_kv_heads, p.width, kv_head, begin, end,
+              keys.data());
+    for (int64_t head = kv_head * groups; head < (kv_head + 1) * groups; ++head) {
+      const T* queries = query + row * p.query_row + head * p.query_head;
+      T* outs = out + row * p.out_row + head * p.out_head;
+      attend<T, 1>(keys.data(), end - begin, p.width, offset, &queries, &outs, scaling,
+                   scores.data(), span);
+    }
+  }
+}
+
 // Arguments of `write`; filled by attention.py in this order.
 struct Write {
   int64_t num_tokens, num_heads, width;

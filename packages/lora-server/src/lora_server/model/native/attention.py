@@ -12,7 +12,9 @@ import torch
 from lora_server.model.native.kernels import LANES
 
 if TYPE_CHECKING:
-    from lora_server.model.attention_step import DecodeGroup
+    from collections.abc import Sequence
+
+    from lora_server.model.attention_step import DecodeGroup, PrefillChunk
     from lora_server.model.native.kernels import LayerKernels
 
 
@@ -84,6 +86,54 @@ def decode_tokens(
         ]
     )
     kernels.decode(fields.data_ptr(), query.data_ptr(), out.data_ptr(), store.data_ptr(), scaling)
+
+
+def prefill_chunks(
+    kernels: LayerKernels,
+    query: torch.Tensor,
+    out: torch.Tensor,
+    store: torch.Tensor,
+    chunks: Sequence[PrefillChunk],
+    *,
+    scaling: float,
+    window: int | None,
+) -> None:
+    """Attend for the chunks' rows, whose own keys and values have been stored before.
+
+    A row's bits depend on its position and on what it sees, not on where chunks are cut.
+
+    Args:
+        kernels: those for the store's dtype.
+        query: `[T, H, D]`, all rows of the step.
+        out: `[T, H, D]`, of which the chunks' rows are written.
+        store: the layer's, `[blocks, block size, 2, K, D]`, contiguous.
+        chunks: their rows, contexts and blocks, the blocks of their own tokens included.
+        scaling: factor on the logits.
+        window: keys a token may look back at, itself included; None is all.
+    """
+    query = _with_whole_heads(query)
+    block_size, _, num_kv_heads, width = store.shape[1:]
+    shape = torch.tensor(
+        [
+            query.shape[1],
+            num_kv_heads,
+            width,
+            block_size,
+            *query.stride()[:2],
+            *out.stride()[:2],
+            window or 0,
+        ]
+    )
+    fields = torch.tensor([[c.start, c.num_tokens, c.context, c.blocks.data_ptr()] for c in chunks])
+    kernels.prefill(
+        shape.data_ptr(),
+        fields.data_ptr(),
+        len(chunks),
+        query.data_ptr(),
+        out.data_ptr(),
+        store.data_ptr(),
+        scaling,
+    )
 
 
 def _with_whole_heads(rows: torch.Tensor) -> torch.Tensor:

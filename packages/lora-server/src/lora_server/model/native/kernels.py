@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 _POINTER, _SIZE, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _ARGUMENTS = {
     "decode": [_POINTER, _POINTER, _POINTER, _POINTER, _FLOAT],
+    "prefill": [_POINTER, _POINTER, _SIZE, _POINTER, _POINTER, _POINTER, _FLOAT],
     "write": [_POINTER, _POINTER, _POINTER, _POINTER],
     "rms_norm": [_POINTER, _SIZE, _POINTER, _FLOAT, _POINTER, _SIZE, _SIZE],
     "silu_multiply": [_POINTER, _SIZE, _POINTER, _SIZE, _POINTER, _SIZE, _SIZE],
@@ -31,13 +32,14 @@ LANES = 16
 class LayerKernels:
     """The functions for one dtype. Addresses are passed as integers."""
 
-    __slots__ = ("decode", "dtype", "rms_norm", "rotate", "silu_multiply", "write")
+    __slots__ = ("decode", "dtype", "prefill", "rms_norm", "rotate", "silu_multiply", "write")
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
         """Take the functions for float32 or bfloat16."""
         name = _NAMES[dtype]
         self.dtype = dtype
         self.decode = _declare(library, "decode", name)
+        self.prefill = _declare(library, "prefill", name)
         self.write = _declare(library, "write", name)
         self.rms_norm = _declare(library, "rms_norm", name)
         self.silu_multiply = _declare(library, "silu_multiply", name)

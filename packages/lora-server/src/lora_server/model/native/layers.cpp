@@ -14,6 +14,12 @@ constexpr int64_t SMALL = 1 << 14;  // numbers below which a second thread costs
                                 const T* data, float scaling) {                                   \
     _Pragma("omp parallel") attention::decode(*d, query, out, data, scaling);                     \
   }                                                                                               \
+  extern "C" void prefill_##NAME(const attention::PrefillShape* p,                                \
+                                 const attention::Prefill* chunks, int64_t num_chunks,            \
+                                 const T* query, T* out, const T* data, float scaling) {          \
+    _Pragma("omp parallel")                                                                       \
+        attention::prefill(*p, chunks, num_chunks, query, out, data, scaling);                    \
+  }                                                                                               \
   extern "C" void write_##NAME(const attention::Write* w, const T* key, const T* value,           \
                                T* data) {                                                         \
     int64_t size = w->num_tokens * w->num_heads * w->width;                                       \
