@@ -57,6 +57,11 @@ class PackedProduct:
         sizes = rows.stride(0), self.out_features, self.in_features
         kernels.pack_product(rows.data_ptr(), *sizes, self._packed.data_ptr())
 
+    @property
+    def addresses(self) -> tuple[int, int]:
+        """Where `product::Packed` finds its weight and its bias, 0 for none; for other kernels."""
+        return self._packed.data_ptr(), 0 if self._bias is None else self._bias.data_ptr()
+
     def __call__(self, x: Tensor) -> Tensor:
         """Map `[..., I]` bfloat16 to `[..., O]`.
 
