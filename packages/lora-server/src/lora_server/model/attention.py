@@ -38,6 +38,8 @@ class PagedAttention:
         self.cache: KvCache | None = None
         self.step: AttentionStep | None = None
         self.seen: dict[int, KvShape] = {}
+        self.options: dict[int, AttentionOptions] = {}
+        """What each layer asks for, as far as its shapes were seen."""
         self.kernels: LayerKernels | None = None
         """Native kernels that store and decode, where they take the layer."""
         AttentionInterface.register(self.name, self)
@@ -76,6 +78,8 @@ class PagedAttention:
             self.seen[layer] = KvShape(
                 num_kv_heads=key.shape[1], head_dim=key.shape[3], value_head_dim=value.shape[3]
             )
+            scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+            self.options[layer] = AttentionOptions(scaling, sliding_window, softcap, s_aux)
             rows, heads = query.shape[2], query.shape[1]
             return value.new_zeros((1, rows, heads, value.shape[3])), None
         if key.shape[3] != value.shape[3]:
@@ -91,7 +95,7 @@ class PagedAttention:
             write_tokens(kernels, cache.layers[layer], step.token_slots, key_rows, value_rows)
         else:
             cache.write(layer, step.token_slots, key_rows, value_rows)
-        options = _Options(
+        options = AttentionOptions(
             query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux
         )
         query_rows = query[0].transpose(0, 1)  # [T, H, D]
@@ -127,8 +131,8 @@ def _pad(states: torch.Tensor, width: int) -> torch.Tensor:
     return F.pad(states, (0, width - states.shape[-1]))
 
 
-class _Options:
-    """The per-layer arguments, under one name."""
+class AttentionOptions:
+    """What a layer asks of attention: factor on the logits, window, soft cap, sinks."""
 
     __slots__ = ("scaling", "sinks", "softcap", "window")
 
@@ -146,11 +150,12 @@ class _Options:
 
     @property
     def is_plain(self) -> bool:
+        """Whether neither a soft cap nor sinks are asked for."""
         return self.softcap is None and self.sinks is None
 
 
 def _decode(
-    query: torch.Tensor, group: DecodeGroup, cache: KvCache, layer: int, options: _Options
+    query: torch.Tensor, group: DecodeGroup, cache: KvCache, layer: int, options: AttentionOptions
 ) -> torch.Tensor:
     """One token a sequence: `[B, H, D]` -> `[B, H, D]`."""
     size = group.num_sequences
@@ -186,7 +191,7 @@ def _prefill(  # noqa: PLR0917 - the layer, the step and the store are three thi
     chunk: PrefillChunk,
     cache: KvCache,
     layer: int,
-    options: _Options,
+    options: AttentionOptions,
 ) -> torch.Tensor:
     """A chunk of one sequence: `[n, H, D]` -> `[n, H, D]`; `fresh` is its own key and value."""
     key, value = fresh
