@@ -23,6 +23,7 @@ from lora_layers.manager import LoraModelManager
 from lora_layers.memory import StackForm, StackMemory
 from lora_layers.placement import WrittenSlot
 from lora_layers.step import RowRun
+from lora_layers.wrappers.parts import LinearParts, linear_parts
 
 __all__ = [
     "AdapterMismatchError",
@@ -30,6 +31,7 @@ __all__ = [
     "InferenceOnlyError",
     "LayerConfigError",
     "LayerError",
+    "LinearParts",
     "LoraModelConfig",
     "LoraModelManager",
     "NotLinearError",
@@ -42,4 +44,5 @@ __all__ = [
     "UnsupportedModuleError",
     "WrapReport",
     "WrittenSlot",
+    "linear_parts",
 ]

@@ -19,7 +19,7 @@ from lora_layers.wrappers.base_linear import make_product, prepack_product
 from lora_layers.wrappers.linear import add_delta_
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 
 class PackedGroup:
@@ -72,6 +72,15 @@ class PackedGroup:
         if not self._left:
             self.drop()
         return result
+
+    def parts_of(
+        self, modules: Sequence[nn.Module]
+    ) -> tuple[Callable[[Tensor], Tensor], SlotStack] | None:
+        """Return product and slots if `modules` stand in for all members, in order; else None."""
+        places = [(m.group, m.index) for m in modules if isinstance(m, PackedMember)]
+        if places != [(self, index) for index in range(len(self._members))]:
+            return None
+        return self._product, self.stack
 
     def drop(self) -> None:
         """Forget the input and the slices that nobody took."""

@@ -71,6 +71,8 @@ def build_service(config: ServerConfig) -> RunningService:
     manager = None
     if config.enable_lora:
         manager = wrap_model(model, config, backend=backend, on_evict=journal.evicted)
+        if backend is Backend.NATIVE:
+            model.fuse_layers()
     core, fetcher = _build_core(config, model, manager, journal)
     engine = Engine(core, num_threads=num_threads)
     loader = None

@@ -18,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 from lora_server.errors import StartupError
 
 from .attention import PagedAttention
+from .native.fuse import fuse_layers
 from .native.kernels import load_layer_kernels
 from .native.layers import use_native_layers
 
@@ -71,6 +72,14 @@ class LoadedModel:
         if kernels is not None:
             use_native_layers(self.module, kernels)
             self.attention.kernels = kernels
+
+    def fuse_layers(self) -> None:
+        """Run decoder layers as one native kernel each. Call it after LoRA is put in.
+
+        Raises:
+            BackendUnavailableError: the kernel cannot be compiled here.
+        """
+        fuse_layers(self.module, self.attention, self.dtype)
 
     def clear_blocks(self, blocks: Sequence[int]) -> None:
         """Write zeros over blocks of the KV cache."""
