@@ -250,8 +250,8 @@ class AdapterAdmission:
         """
         window: dict[str, None] = {}
         limit = self._host_capacity + 1
-        for user in users:
-            window.update(dict.fromkeys(user.adapter_digests))
+        for digests in dict.fromkeys(user.adapter_digests for user in users):
+            window.update(dict.fromkeys(digests))
             if len(window) >= limit:
                 break
         wanted = list(window)[:limit]

@@ -6,7 +6,8 @@ Sequences are ordered by adapter, so that each adapter's tokens are consecutive 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import groupby
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -14,15 +15,16 @@ import torch
 from lora_layers import RowRun
 from lora_server.model.attention_step import AttentionStep, DecodeGroup, PrefillChunk
 
+from .block_table import BlockTable
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from .scheduler import ScheduledChunk
     from .sequence import SequenceState
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogitsRows:
+class LogitsRows(NamedTuple):
     """The rows of one sequence that reach the logits."""
 
     sequence: SequenceState
@@ -40,15 +42,10 @@ class LogitsRows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepBatch:
-    """Everything a forward pass needs, in row order."""
+class StepRows:
+    """Whose rows a step has; does not depend on how far the sequences have come."""
 
     chunks: tuple[ScheduledChunk, ...]
-    input_ids: torch.Tensor
-    """`[1, T]` int64."""
-    position_ids: torch.Tensor
-    """`[1, T]` int64."""
-    attention: AttentionStep
     token_runs: tuple[RowRun, ...]
     """Adapters of the token rows."""
     logits_runs: tuple[RowRun, ...]
@@ -56,64 +53,163 @@ class StepBatch:
     logits_idx: torch.Tensor
     """`[S]` int64 token rows that reach the logits."""
     logits_rows: tuple[LogitsRows, ...]
+    sampled: tuple[SequenceState, ...]
+    """Those that get a token."""
+    sampled_idx: tuple[int, ...]
+    """Row of the logits that each of `sampled` gets it from."""
+    is_decode: bool
+    """Whether each sequence brings one token, from which its next one is sampled."""
 
 
-def build_batch(
-    chunks: Sequence[ScheduledChunk], *, block_size: int, device: torch.device
-) -> StepBatch:
-    """Lay out a step.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBatch:
+    """Everything a forward pass needs, in row order."""
 
-    Args:
-        chunks: what the scheduler chose, in any order; at least one.
-        block_size: tokens a KV block holds.
-        device: where the tensors are made.
-    """
-    ordered = tuple(sorted(chunks, key=lambda chunk: _adapter_order(chunk.sequence)))
-    token_ids: list[int] = []
-    positions: list[np.ndarray] = []
-    slots: list[np.ndarray] = []
-    for chunk in ordered:
-        sequence = chunk.sequence
-        start, stop = sequence.num_computed, sequence.num_computed + chunk.num_tokens
-        token_ids.extend(sequence.token_ids[start:stop])
-        pos = np.arange(start, stop)
-        positions.append(pos)
-        blocks = np.asarray(sequence.block_ids)
-        slots.append(blocks[pos // block_size] * block_size + pos % block_size)
-    logits_idx, logits_rows = _logits_rows(ordered)
-    return StepBatch(
-        chunks=ordered,
-        input_ids=torch.tensor([token_ids], device=device),
-        position_ids=_to_tensor(np.concatenate(positions), device).unsqueeze(0),
-        attention=AttentionStep(
-            token_slots=_to_tensor(np.concatenate(slots), device),
-            decode=_decode_groups(ordered, block_size, device),
-            prefill=_prefill_chunks(ordered, block_size, device),
-        ),
-        token_runs=_runs([(chunk.sequence, chunk.num_tokens) for chunk in ordered]),
-        logits_runs=_runs([(rows.sequence, rows.num_rows) for rows in logits_rows]),
-        logits_idx=torch.tensor(logits_idx, dtype=torch.int64, device=device),
-        logits_rows=logits_rows,
+    rows: StepRows
+    input_ids: torch.Tensor
+    """`[1, T]` int64."""
+    position_ids: torch.Tensor
+    """`[1, T]` int64."""
+    attention: AttentionStep
+
+
+class BatchBuilder:
+    """Lays out steps. What stays while the same sequences decode is kept from step to step."""
+
+    def __init__(self, *, block_size: int, device: torch.device) -> None:
+        """Start without a step.
+
+        Args:
+            block_size: tokens a KV block holds.
+            device: where the tensors are made.
+        """
+        self._block_size = block_size
+        self._device = device
+        self._table = BlockTable()
+        self._rows: StepRows | None = None
+
+    def build(self, chunks: Iterable[ScheduledChunk]) -> StepBatch:
+        """Lay out a step.
+
+        Args:
+            chunks: what the scheduler chose, in any order; at least one.
+        """
+        ordered = tuple(sorted(chunks, key=lambda chunk: chunk.sequence.adapter_order))
+        rows = self._rows
+        if rows is None or not _goes_on(rows, ordered):
+            rows = self._rows = self._lay_out(ordered)
+        self._table.update([chunk.sequence for chunk in ordered])
+        token_ids, starts = _tokens(ordered)
+        counts = np.array([chunk.num_tokens for chunk in ordered])
+        ends = counts.cumsum()
+        row_of = np.repeat(np.arange(len(ordered)), counts)
+        positions = np.arange(len(token_ids)) + (starts - (ends - counts))[row_of]
+        attention = AttentionStep(
+            token_slots=self._tensor(self._table.slots(row_of, positions, self._block_size)),
+            decode=self._decode_groups(starts, counts, ends),
+            prefill=self._prefill_chunks(starts, counts, ends),
+        )
+        return StepBatch(
+            rows=rows,
+            input_ids=torch.tensor([token_ids], device=self._device),
+            position_ids=self._tensor(positions).unsqueeze(0),
+            attention=attention,
+        )
+
+    def _lay_out(self, ordered: tuple[ScheduledChunk, ...]) -> StepRows:
+        idx, logits_rows = _logits_rows(ordered)
+        sampled = [rows for rows in logits_rows if rows.is_sampled and _wants_token(rows.sequence)]
+        return StepRows(
+            chunks=ordered,
+            token_runs=_runs((chunk.sequence, chunk.num_tokens) for chunk in ordered),
+            logits_runs=_runs((rows.sequence, rows.num_rows) for rows in logits_rows),
+            logits_idx=torch.tensor(idx, dtype=torch.int64, device=self._device),
+            logits_rows=logits_rows,
+            sampled=tuple(rows.sequence for rows in sampled),
+            sampled_idx=tuple(rows.first + rows.num_prompt_rows for rows in sampled),
+            is_decode=len(sampled) == len(ordered) and all(n == 1 for _, n in ordered),
+        )
+
+    def _decode_groups(
+        self, starts: np.ndarray, counts: np.ndarray, ends: np.ndarray
+    ) -> tuple[DecodeGroup, ...]:
+        """Sequences that bring one token, grouped so that padding stays below half."""
+        single = np.flatnonzero(counts == 1)
+        if not len(single):
+            return ()
+        num_blocks = starts[single] // self._block_size + 1
+        groups = [single]
+        if num_blocks.max() * len(single) > 2 * num_blocks.sum():
+            groups = [single[group] for group in _split_by_length(num_blocks)]
+        is_whole = len(groups) == 1 and len(single) == ends[-1]
+        return tuple(self._decode_group(group, starts, ends, is_whole=is_whole) for group in groups)
+
+    def _decode_group(
+        self, group: np.ndarray, starts: np.ndarray, ends: np.ndarray, *, is_whole: bool
+    ) -> DecodeGroup:
+        positions = starts[group]
+        width = int(positions.max()) // self._block_size + 1
+        return DecodeGroup(
+            rows=None if is_whole else self._tensor(ends[group] - 1),
+            blocks=self._tensor(self._table.first_blocks(group, width).reshape(-1)),
+            blocks_per_sequence=width,
+            positions=self._tensor(positions),
+        )
+
+    def _prefill_chunks(
+        self, starts: np.ndarray, counts: np.ndarray, ends: np.ndarray
+    ) -> tuple[PrefillChunk, ...]:
+        found = []
+        for i in np.flatnonzero(counts > 1):
+            context, count = int(starts[i]), int(counts[i])
+            width = -(-(context + count) // self._block_size)
+            found.append(
+                PrefillChunk(
+                    start=int(ends[i]) - count,
+                    num_tokens=count,
+                    context=context,
+                    blocks=self._tensor(self._table.first_blocks(np.array([i]), width)[0]),
+                )
+            )
+        return tuple(found)
+
+    def _tensor(self, values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values).to(self._device, non_blocking=True)
+
+
+def _goes_on(rows: StepRows, ordered: tuple[ScheduledChunk, ...]) -> bool:
+    """Whether the same sequences decode as before. One that has started over may not."""
+    return (
+        rows.is_decode
+        and ordered == rows.chunks
+        and all(len(c.sequence.token_ids) - c.sequence.num_computed == 1 for c in ordered)
     )
 
 
-def _adapter_order(sequence: SequenceState) -> tuple[tuple[str, float], ...]:
-    return tuple((use.digest, use.scale) for use in sequence.adapters)
+def _wants_token(sequence: SequenceState) -> bool:
+    return sequence.sampling.max_tokens > sequence.num_generated
 
 
-def _to_tensor(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(values.astype(np.int64, copy=False)).to(device, non_blocking=True)
+def _tokens(chunks: Iterable[ScheduledChunk]) -> tuple[list[int], np.ndarray]:
+    """Return the tokens of all chunks, and the position of each chunk's first one."""
+    token_ids: list[int] = []
+    starts: list[int] = []
+    for sequence, num_tokens in chunks:
+        start = sequence.num_computed
+        starts.append(start)
+        if num_tokens == 1:
+            token_ids.append(sequence.token_ids[start])
+        else:
+            token_ids += sequence.token_ids[start : start + num_tokens]
+    return token_ids, np.array(starts)
 
 
-def _runs(rows: Sequence[tuple[SequenceState, int]]) -> tuple[RowRun, ...]:
+def _runs(rows: Iterable[tuple[SequenceState, int]]) -> tuple[RowRun, ...]:
     """Join neighbours that use the same adapters at the same scales."""
-    runs: list[RowRun] = []
-    for sequence, count in rows:
-        adapters = _adapter_order(sequence)
-        if runs and runs[-1].adapters == adapters:
-            count += runs.pop().num_rows  # noqa: PLW2901 - the run grows
-        runs.append(RowRun(num_rows=count, adapters=adapters))
-    return tuple(runs)
+    return tuple(
+        RowRun(num_rows=sum(count for _, count in run), adapters=adapters)
+        for adapters, run in groupby(rows, key=lambda row: row[0].adapter_order)
+    )
 
 
 def _logits_rows(
@@ -123,98 +219,30 @@ def _logits_rows(
     idx: list[int] = []
     found: list[LogitsRows] = []
     row = 0
-    for chunk in chunks:
-        sequence, count = chunk.sequence, chunk.num_tokens
+    for sequence, count in chunks:
         stop = sequence.num_computed + count
-        is_sampled = stop == sequence.num_tokens
+        is_sampled = stop == len(sequence.token_ids)
         num_prompt_rows = 0
         if sequence.needs_prompt_rows:
             # The last prompt token has no successor in the prompt: its row samples.
             last = min(stop, sequence.num_prompt_tokens - 1)
             num_prompt_rows = max(last - sequence.num_computed, 0)
         if num_prompt_rows or is_sampled:
-            rows = LogitsRows(
-                sequence=sequence,
-                first=len(idx),
-                num_prompt_rows=num_prompt_rows,
-                is_sampled=is_sampled,
-            )
-            found.append(rows)
+            found.append(LogitsRows(sequence, len(idx), num_prompt_rows, is_sampled))
             idx.extend(range(row, row + num_prompt_rows))
             idx.extend([row + count - 1] * is_sampled)
         row += count
     return idx, tuple(found)
 
 
-def _decode_groups(
-    chunks: Sequence[ScheduledChunk], block_size: int, device: torch.device
-) -> tuple[DecodeGroup, ...]:
-    """Sequences that bring one token, grouped so that padding stays below half."""
-    entries: list[tuple[int, int, SequenceState]] = []  # (blocks, row, sequence)
-    row = 0
-    for chunk in chunks:
-        if chunk.num_tokens == 1:
-            blocks = chunk.sequence.num_computed // block_size + 1
-            entries.append((blocks, row, chunk.sequence))
-        row += chunk.num_tokens
-    if not entries:
-        return ()
-    longest = max(blocks for blocks, _, _ in entries)
-    if longest * len(entries) <= 2 * sum(blocks for blocks, _, _ in entries):
-        groups = [entries]
-    else:
-        groups = _split_by_length(entries)
-    is_whole = len(groups) == 1 and len(entries) == row
-    return tuple(_decode_group(group, device, is_whole=is_whole) for group in groups)
-
-
-def _split_by_length(
-    entries: list[tuple[int, int, SequenceState]],
-) -> list[list[tuple[int, int, SequenceState]]]:
+def _split_by_length(num_blocks: np.ndarray) -> list[list[int]]:
     """Longest first; a new group starts where less than half of the padded length is used."""
-    groups: list[list[tuple[int, int, SequenceState]]] = []
-    for entry in sorted(entries, key=lambda e: -e[0]):
-        if groups and entry[0] * 2 >= groups[-1][0][0]:
-            groups[-1].append(entry)
+    groups: list[list[int]] = []
+    longest = 0
+    for i in np.argsort(-num_blocks, kind="stable").tolist():
+        if groups and 2 * num_blocks[i] >= longest:
+            groups[-1].append(i)
         else:
-            groups.append([entry])
+            groups.append([i])
+            longest = num_blocks[i]
     return groups
-
-
-def _decode_group(
-    entries: Sequence[tuple[int, int, SequenceState]], device: torch.device, *, is_whole: bool
-) -> DecodeGroup:
-    width = max(blocks for blocks, _, _ in entries)
-    table = np.empty((len(entries), width), dtype=np.int64)
-    for i, (blocks, _, sequence) in enumerate(entries):
-        ids = sequence.block_ids[:blocks]
-        table[i, :blocks] = ids
-        table[i, blocks:] = ids[0]
-    rows = None if is_whole else torch.tensor([row for _, row, _ in entries], device=device)
-    return DecodeGroup(
-        rows=rows,
-        blocks=_to_tensor(table.reshape(-1), device),
-        blocks_per_sequence=width,
-        positions=torch.tensor([s.num_computed for _, _, s in entries], device=device),
-    )
-
-
-def _prefill_chunks(
-    chunks: Sequence[ScheduledChunk], block_size: int, device: torch.device
-) -> tuple[PrefillChunk, ...]:
-    found = []
-    row = 0
-    for chunk in chunks:
-        if chunk.num_tokens > 1:
-            context = chunk.sequence.num_computed
-            blocks = -(-(context + chunk.num_tokens) // block_size)
-            found.append(
-                PrefillChunk(
-                    start=row,
-                    num_tokens=chunk.num_tokens,
-                    context=context,
-                    blocks=torch.tensor(chunk.sequence.block_ids[:blocks], device=device),
-                )
-            )
-        row += chunk.num_tokens
-    return tuple(found)

@@ -213,10 +213,16 @@ class Engine(Generic[C]):
     def _deliver(self, outputs: Sequence[Output]) -> None:
         """Hand the step's outputs to their event loops, one wake-up a loop."""
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, Output]]] = {}
+        streams = self._streams
+        loop = batch = None
         for output in outputs:
-            stream = self._streams.get(output.request_id)
-            if stream is not None:
-                by_loop.setdefault(stream.loop, []).append((stream, output))
+            stream = streams.get(output.request_id)
+            if stream is None:
+                continue
+            if batch is None or stream.loop is not loop:
+                loop = stream.loop
+                batch = by_loop.setdefault(loop, [])
+            batch.append((stream, output))
         for loop, batch in by_loop.items():
             try:
                 loop.call_soon_threadsafe(_put_all, batch)
@@ -226,8 +232,12 @@ class Engine(Generic[C]):
 
     def _forget_ended(self, outputs: Sequence[Output]) -> None:
         for output in outputs:
-            if not self._core.is_known(output.request_id):
+            if _may_be_last(output) and not self._core.is_known(output.request_id):
                 self._streams.pop(output.request_id, None)
+
+
+def _may_be_last(output: Output) -> bool:
+    return type(output) is not SequenceOutput or output.finish_reason is not None
 
 
 def _put_all(batch: Sequence[tuple[_Stream, Output]]) -> None:

@@ -63,6 +63,19 @@ class SamplingParams:
         """Whether the most likely token is always taken."""
         return self.temperature == 0.0
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether each token is the largest of the raw logits, without its log-probability."""
+        return (
+            self.is_greedy
+            and self.min_tokens == 0
+            and not self.logit_bias
+            and self.repetition_penalty == 1.0
+            and not self.presence_penalty
+            and not self.frequency_penalty
+            and self.logprobs is None
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 from bisect import insort
+from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from .fairness import TokenShares
 
@@ -86,8 +87,7 @@ class SchedulerLimits:
     """Longest time a runnable request is passed over for want of a slot before one is drained."""
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledChunk:
+class ScheduledChunk(NamedTuple):
     """The next `num_tokens` tokens of a sequence."""
 
     sequence: SequenceState
@@ -203,7 +203,7 @@ class Scheduler:
         """Choose the next step's tokens; empty when nothing can run now."""
         self._num_steps += 1
         self._note_runnable()
-        self._shares.settle(s.adapter_digests for s in (*self.running, *self.waiting))
+        self._shares.settle({s.adapter_digests for s in (*self.running, *self.waiting)})
         overdue = self._make_room_for_overdue()
         self._serve_claims()
         first = [s for s in self.waiting if s is overdue or _is_promised(s)]
@@ -295,15 +295,18 @@ class Scheduler:
 
     def _schedule_running(self, *, reserved: int) -> tuple[dict[SequenceState, int], int]:
         """Give running sequences their turn; what each computes, and the budget that is left."""
+        if (planned := self._decode_all(reserved=reserved)) is not None:
+            return planned, self.limits.max_num_batched_tokens - len(planned)
         limit = budget = self.limits.max_num_batched_tokens - reserved
-        planned: dict[SequenceState, int] = {}
+        planned = {}
         level = self._shares.level
         turns = sorted(self.running, key=lambda s: (level(s.adapter_digests), s.last_step))
         num_decoding = sum(s.num_pending == 1 for s in turns)
+        preemptions_before = self.num_preemptions
         for sequence in turns:
             if budget == 0:
                 break
-            if sequence not in self.running:
+            if self.num_preemptions > preemptions_before and sequence not in self.running:
                 continue  # lost its blocks to an earlier turn
             count = 1
             if sequence.num_pending > 1:
@@ -317,6 +320,31 @@ class Scheduler:
         for sequence, count in planned.items():
             self._shares.charge(sequence.adapter_digests, count)
         return planned, budget + reserved
+
+    def _decode_all(self, *, reserved: int) -> dict[SequenceState, int] | None:
+        """Plan a token for every running sequence, if that is all there is to do and it fits.
+
+        Most steps are such steps. Nobody's turn comes at another's expense in them, so that the
+        order of turns does not matter.
+        """
+        running = self.running
+        if len(running) > self.limits.max_num_batched_tokens - reserved:
+            return None
+        block_size = self.limits.block_size
+        growing = []
+        for sequence in running:
+            num_computed = sequence.num_computed
+            if len(sequence.token_ids) - num_computed != 1:
+                return None
+            if num_computed >= len(sequence.block_ids) * block_size:
+                growing.append(sequence)
+        if not self.pool.can_allocate(len(growing)):
+            return None
+        for sequence in growing:
+            sequence.block_ids.extend(self.pool.allocate(1))
+        for digests, count in Counter(s.adapter_digests for s in running).items():
+            self._shares.charge(digests, count)
+        return dict.fromkeys(running, 1)
 
     def _grow(self, sequence: SequenceState, count: int, planned: dict[SequenceState, int]) -> bool:
         """Get blocks for `count` more tokens, from the latest arrivals when none are left."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from lora_cache import Lease
 
     from .messages import TokenLogprob
-    from .request import AdapterUse, GenerationRequest, SamplingParams
+    from .request import GenerationRequest
 
 
 class SequenceState:
@@ -22,23 +22,30 @@ class SequenceState:
 
     __slots__ = (
         "adapter_digests",
+        "adapter_order",
+        "adapters",
         "admitted_s",
         "arrival",
         "block_ids",
         "block_keys",
         "blocked_since_s",
+        "end_token_ids",
         "generator",
         "index",
         "is_finished",
+        "is_plain",
         "last_step",
         "leader",
         "lease",
+        "max_num_tokens",
         "num_cached_tokens",
         "num_computed",
         "num_generated_before",
+        "num_prompt_tokens",
         "prompt_logprobs",
         "request",
         "runnable_since_s",
+        "sampling",
         "token_ids",
     )
 
@@ -72,7 +79,22 @@ class SequenceState:
         """When its adapters were first in the host tier while it waited; None before."""
         self.blocked_since_s: float | None = None
         """When it was first found to lack nothing but slots, or the copy into one; None before."""
+        # Read for every token: plain attributes, made once.
+        self.sampling = request.sampling
+        """The request's sampling parameters."""
+        self.adapters = request.adapters
+        """The request's weighted set."""
         self.adapter_digests = frozenset(use.digest for use in request.adapters)
+        self.adapter_order = tuple((use.digest, use.scale) for use in request.adapters)
+        """Sorts a step's rows, and names their runs."""
+        self.num_prompt_tokens = len(request.prompt_token_ids)
+        """Prompt tokens."""
+        self.max_num_tokens = self.num_prompt_tokens + self.sampling.max_tokens
+        """It ends when it has so many tokens; see `bound`."""
+        self.end_token_ids = self.sampling.stop_token_ids
+        """Tokens that end it once it has generated `min_tokens`; see `bound`."""
+        self.is_plain = self.sampling.is_plain
+        """Whether its next token is the largest of the raw logits, and nothing else is asked."""
 
     def __repr__(self) -> str:
         return (
@@ -80,15 +102,11 @@ class SequenceState:
             f" computed={self.num_computed})"
         )
 
-    @property
-    def sampling(self) -> SamplingParams:
-        """The request's sampling parameters."""
-        return self.request.sampling
-
-    @property
-    def adapters(self) -> tuple[AdapterUse, ...]:
-        """The request's weighted set."""
-        return self.request.adapters
+    def bound(self, *, end_token_ids: frozenset[int], max_model_len: int) -> None:
+        """Let the model's end tokens and its longest sequence end it as well."""
+        self.max_num_tokens = min(self.max_num_tokens, max_model_len)
+        if not self.sampling.ignore_eos:
+            self.end_token_ids |= end_token_ids
 
     @property
     def num_tokens(self) -> int:
@@ -96,19 +114,14 @@ class SequenceState:
         return len(self.token_ids)
 
     @property
-    def num_prompt_tokens(self) -> int:
-        """Prompt tokens."""
-        return len(self.request.prompt_token_ids)
-
-    @property
     def num_generated(self) -> int:
         """Generated tokens."""
-        return self.num_tokens - self.num_prompt_tokens
+        return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def num_pending(self) -> int:
         """Tokens still to be computed before the next one can be sampled; 1 while decoding."""
-        return self.num_tokens - self.num_computed
+        return len(self.token_ids) - self.num_computed
 
     @property
     def is_prefilling(self) -> bool:
@@ -116,10 +129,16 @@ class SequenceState:
         return self.num_computed < self.num_prompt_tokens
 
     @property
+    def may_stop(self) -> bool:
+        """Whether its last token may be the one that ends it."""
+        return self.num_generated >= self.sampling.min_tokens
+
+    @property
     def needs_prompt_rows(self) -> bool:
         """Whether prompt rows must still reach the logits, which cached blocks would skip."""
-        wanted = self.sampling.prompt_logprobs is not None and self.index == 0
-        return wanted and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
+        if self.sampling.prompt_logprobs is None:
+            return False
+        return self.index == 0 and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
 
     def output_token_ids(self) -> list[int]:
         """Generated tokens."""

@@ -15,8 +15,9 @@ import torch
 from lora_server.errors import EngineError
 from lora_server.logs import log_fields
 
-from .batch import LogitsRows, StepBatch, build_batch
+from .batch import BatchBuilder, LogitsRows, StepRows
 from .claims import SlotClaim
+from .greedy import find_largest
 from .logprobs import token_logprobs
 from .messages import (
     EngineOutput,
@@ -109,6 +110,7 @@ class EngineCore:
         self._clock = clock
         self._last_step_s = 0.0
         """What the last forward pass and its sampling took."""
+        self._batches = BatchBuilder(block_size=limits.block_size, device=model.device)
         self._sampler = Sampler()
         self._requests: dict[str, list[SequenceState]] = {}
         self._prompt_tokens = 0
@@ -124,6 +126,7 @@ class EngineCore:
         sequences: list[SequenceState] = []
         for index in range(request.n):
             sequence = SequenceState(request, index, _generator(request, index))
+            sequence.bound(end_token_ids=self.model.end_token_ids, max_model_len=self.max_model_len)
             sequence.leader = sequences[0] if sequences and self.pool.keeps_prefixes else None
             sequences.append(sequence)
             self.scheduler.add(sequence)
@@ -258,34 +261,41 @@ class EngineCore:
 
     def _run_together(self, chunks: Sequence[ScheduledChunk]) -> list[EngineOutput]:
         """Compute and sample; nothing of the sequences changes before both have succeeded."""
-        batch = build_batch(
-            chunks,
-            block_size=self.scheduler.limits.block_size,
-            device=self.model.device,
-        )
+        batch = self._batches.build(chunks)
+        rows = batch.rows
         if self.adapters is not None:
-            self.adapters.manager.set_routing(batch.token_runs, batch.logits_runs)
+            self.adapters.manager.set_routing(rows.token_runs, rows.logits_runs)
         logits = self.model.forward(
-            batch.input_ids, batch.position_ids, batch.attention, batch.logits_idx
+            batch.input_ids, batch.position_ids, batch.attention, rows.logits_idx
         )
-        sampled = self._sample(logits, batch)
-        for rows in batch.logits_rows:
-            self._score_prompt(logits, rows)
-        return self._advance(batch, sampled)
+        sampled = self._sample(logits, rows)
+        for prompt_rows in rows.logits_rows:
+            if prompt_rows.num_prompt_rows:
+                self._score_prompt(logits, prompt_rows)
+        return self._advance(rows, sampled)
 
-    def _sample(self, logits: torch.Tensor, batch: StepBatch) -> dict[SequenceState, SampledToken]:
+    def _sample(self, logits: torch.Tensor, rows: StepRows) -> dict[SequenceState, SampledToken]:
         """Choose a token for each sequence whose last token was computed."""
-        wanted = [rows for rows in batch.logits_rows if rows.is_sampled and _wants_token(rows)]
-        if not wanted:
+        sequences = rows.sampled
+        if not sequences:
             return {}
-        if len(wanted) != logits.shape[0]:
-            idx = [rows.first + rows.num_prompt_rows for rows in wanted]
-            logits = logits[torch.tensor(idx, device=logits.device)]
-        # The largest of a row is NaN or infinite when anything in it is NaN or +infinite.
-        if not bool(logits.amax(dim=-1).isfinite().all()):
+        if len(sequences) != logits.shape[0]:
+            logits = logits[list(rows.sampled_idx)]
+        largest = find_largest(logits)
+        if not largest.is_finite:
             raise EngineError("the model's output is not a finite number")
-        sequences = [rows.sequence for rows in wanted]
-        tokens = self._sampler.sample(logits, [self._sampler_row(s) for s in sequences])
+        sampled = dict(zip(sequences, map(SampledToken, largest.token_ids), strict=True))
+        shaped = [i for i, sequence in enumerate(sequences) if not sequence.is_plain]
+        if shaped:
+            sampled.update(self._draw(logits, [sequences[i] for i in shaped], shaped))
+        return sampled
+
+    def _draw(
+        self, logits: torch.Tensor, sequences: Sequence[SequenceState], idx: list[int]
+    ) -> dict[SequenceState, SampledToken]:
+        """Choose the tokens of those that want more than the largest logit."""
+        wanted = logits if len(idx) == logits.shape[0] else logits[idx]
+        tokens = self._sampler.sample(wanted, [self._sampler_row(s) for s in sequences])
         return dict(zip(sequences, tokens, strict=True))
 
     def _sampler_row(self, sequence: SequenceState) -> SamplerRow:
@@ -299,8 +309,6 @@ class EngineCore:
 
     def _score_prompt(self, logits: torch.Tensor, rows: LogitsRows) -> None:
         """Add the log-probabilities of the prompt tokens that these rows predict."""
-        if not rows.num_prompt_rows:
-            return
         sequence = rows.sequence
         num_top = sequence.sampling.prompt_logprobs
         assert num_top is not None
@@ -320,21 +328,22 @@ class EngineCore:
 
     def _advance(
         self,
-        batch: StepBatch,
+        rows: StepRows,
         sampled: dict[SequenceState, SampledToken],
     ) -> list[EngineOutput]:
         """Record what was computed and say what is new."""
         outputs: list[EngineOutput] = []
-        for chunk in batch.chunks:
-            sequence = chunk.sequence
-            was_prefilling = sequence.is_prefilling
-            self._store(sequence, chunk.num_tokens)
+        for sequence, num_tokens in rows.chunks:
+            was_prefilling = sequence.num_computed < sequence.num_prompt_tokens
+            self._store(sequence, num_tokens)
             if was_prefilling and not sequence.is_prefilling:
                 outputs.extend(_prompt_output(sequence))
-            if sequence in sampled:
-                outputs.append(self._append(sequence, sampled[sequence]))
+            token = sampled.get(sequence)
+            if token is not None:
+                outputs.append(self._append(sequence, token))
             elif sequence.num_pending == 0:
                 outputs.append(self._end(sequence, FinishReason.LENGTH))
+        self._generated_tokens += len(sampled)
         return outputs
 
     def _store(self, sequence: SequenceState, num_tokens: int) -> None:
@@ -342,27 +351,30 @@ class EngineCore:
         block_size = self.scheduler.limits.block_size
         first = sequence.num_computed // block_size
         sequence.num_computed += num_tokens
-        if self.pool.keeps_prefixes:
+        if sequence.num_computed // block_size > first and self.pool.keeps_prefixes:
             keys = sequence.keys_of_full_blocks(sequence.num_computed, block_size)
             for i in range(first, len(keys)):
                 self.pool.remember(sequence.block_ids[i], keys[i], sequence.adapter_digests)
 
     def _append(self, sequence: SequenceState, token: SampledToken) -> SequenceOutput:
         """Add a sampled token; end the sequence when it, or a limit, says so."""
-        sequence.token_ids.append(token.token_id)
-        self._generated_tokens += 1
-        reason, stop_token_id = self._finish_reason(sequence)
+        token_id, logprob = token
+        sequence.token_ids.append(token_id)
         output = SequenceOutput(
             request_id=sequence.request.request_id,
             index=sequence.index,
-            token_ids=(token.token_id,),
-            logprobs=() if token.logprob is None else (token.logprob,),
-            finish_reason=reason,
-            stop_token_id=stop_token_id,
+            token_ids=(token_id,),
+            logprobs=() if logprob is None else (logprob,),
             num_cached_tokens=sequence.num_cached_tokens,
             admitted_s=sequence.admitted_s,
         )
-        if reason is not None:
+        is_long = len(sequence.token_ids) >= sequence.max_num_tokens
+        if token_id in sequence.end_token_ids and sequence.may_stop:
+            output.finish_reason = FinishReason.STOP
+            output.stop_token_id = token_id
+        elif is_long:
+            output.finish_reason = FinishReason.LENGTH
+        if output.finish_reason is not None:
             self._finish(sequence)
         return output
 
@@ -375,19 +387,6 @@ class EngineCore:
             token_ids=(),
             finish_reason=reason,
         )
-
-    def _finish_reason(self, sequence: SequenceState) -> tuple[FinishReason | None, int | None]:
-        sampling = sequence.sampling
-        token_id = sequence.token_ids[-1]
-        if sequence.num_generated >= sampling.min_tokens:
-            is_end = token_id in self.model.end_token_ids and not sampling.ignore_eos
-            if is_end or token_id in sampling.stop_token_ids:
-                return FinishReason.STOP, token_id
-        if sequence.num_generated >= sampling.max_tokens:
-            return FinishReason.LENGTH, None
-        if sequence.num_tokens >= self.max_model_len:
-            return FinishReason.LENGTH, None
-        return None, None
 
     def _fail(self, sequence: SequenceState, error: Exception) -> list[EngineOutput]:
         """End the whole request of a sequence with an error, once."""
@@ -422,10 +421,6 @@ def _generator(request: GenerationRequest, index: int) -> torch.Generator | None
 
 def _digests(sequences: Sequence[SequenceState]) -> tuple[str, ...]:
     return tuple(sorted({digest for s in sequences for digest in s.adapter_digests}))
-
-
-def _wants_token(rows: LogitsRows) -> bool:
-    return rows.sequence.sampling.max_tokens > rows.sequence.num_generated
 
 
 def _prompt_output(sequence: SequenceState) -> list[EngineOutput]:

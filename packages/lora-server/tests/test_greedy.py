@@ -1,0 +1,72 @@
+"""The largest logit of each row, against float64 arithmetic."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from lora_server.engine.greedy import find_largest
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def first_largest(logits: torch.Tensor) -> list[int]:
+    """Return numpy's answer over exact values."""
+    return np.asarray(logits.double()).argmax(axis=1).tolist()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shift", [0.0, 50.0, -50.0])
+def test_finds_the_first_of_the_largest(dtype: torch.dtype, shift: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = (torch.randn(7, 301, generator=generator) + shift).to(dtype)
+
+    found = find_largest(logits)
+
+    assert found.token_ids == first_largest(logits)
+    assert found.is_finite
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "row", [[0.0, -0.0, 0.0], [-0.0, 0.0, -1.0], [-2.0, -1.0, -1.0], [3, 5, 5]]
+)
+def test_takes_zeros_of_both_signs_as_equal(dtype: torch.dtype, row: list[float]) -> None:
+    logits = torch.tensor([row, [1.0, 2.0, 3.0]], dtype=dtype)
+
+    assert find_largest(logits).token_ids == first_largest(logits)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bad", [float("nan"), -float("nan"), float("inf")])
+@pytest.mark.parametrize("others", [1.0, -1.0])
+def test_sees_what_is_not_finite(dtype: torch.dtype, bad: float, others: float) -> None:
+    logits = torch.full((3, 40), others, dtype=dtype)
+    logits[1, 17] = bad
+
+    assert not find_largest(logits).is_finite
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_allows_tokens_of_no_probability(dtype: torch.dtype) -> None:
+    logits = torch.full((2, 40), -float("inf"), dtype=dtype)
+    logits[:, 3] = 1.0
+    logits[1, 3] = -1.0
+
+    assert find_largest(logits) == ([3, 3], True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_refuses_a_row_without_any_probability(dtype: torch.dtype) -> None:
+    logits = torch.ones(2, 40, dtype=dtype)
+    logits[1] = -float("inf")
+
+    assert not find_largest(logits).is_finite
+
+
+def test_reads_rows_that_are_not_side_by_side() -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(50, 6, generator=generator).bfloat16().T
+
+    assert find_largest(logits).token_ids == first_largest(logits)
