@@ -44,10 +44,12 @@ class RoutingCell:
     price of one comparison.
     """
 
-    __slots__ = ("active",)
+    __slots__ = ("active", "num_writes")
 
     def __init__(self) -> None:
         self.active: Routing | NoRouting | None = NO_ROUTING
+        self.num_writes = 0
+        """Slots written or reset so far in the modules that read here."""
 
 
 class _Memo:

@@ -69,6 +69,7 @@ class SlotStack:
 
     def write(self, slot: int, content: SlotContent) -> None:
         """Replace what `slot` holds; the slot counts as written even when this raises."""
+        self.cell.num_writes += 1
         self.occupied.add(slot)
         self.is_idle = False
         self.weights.write_slot(slot, content.slices, gain=content.gain, bias=content.bias)
@@ -77,6 +78,7 @@ class SlotStack:
     def reset(self, slot: int) -> None:
         """Zero `slot`; free when it holds nothing."""
         if slot in self.occupied:
+            self.cell.num_writes += 1
             self.weights.reset_slot(slot)
             self.fulls.reset(slot)
             self.occupied.discard(slot)

@@ -43,7 +43,8 @@ class LinearParts:
         Returns:
             Addresses of `lora::Module` and `lora::Step`; zeros when the step's adapters add nothing
             here; None when the modules themselves must be called: they do what these kernels
-            cannot, or say what is wrong.
+            cannot, or say what is wrong. The answer is another one when the stack's cell has
+            another routing or another number of writes.
         """
         stack = self.stack
         routing = stack.cell.active

@@ -1,7 +1,7 @@
-// A decoder layer of Llama's form in bfloat16, in one call: norms, the four (packed) projections
+// Decoder layers of Llama's form in bfloat16, in one call: norms, the four (packed) projections
 // with their LoRA parts, rotary embeddings, paged attention, the gated MLP, both residuals.
 //
-// One team of threads walks through it, with a barrier where a phase needs all of the one before.
+// One team of threads walks through them, with a barrier where a phase needs all of the one before.
 // Numbers are rounded where transformers rounds them. No row's result depends on another row's,
 // attention apart.
 //
@@ -17,9 +17,11 @@
 
 namespace {
 
-// What does not change between steps; filled by decoder.py in this order.
+// A layer; filled by decoder.py in this order.
 struct Layer {
   product::Packed projections[4];  // qkv, attention's output, gate and up, down
+  const lora::Module* slots[4];    // theirs; null where the step's adapters add nothing
+  bf16* store;                     // [blocks, block size, 2, K, W]
   const bf16 *input_norm, *inner_norm;  // [D]
   const bf16 *query_norm, *key_norm;    // [W], or null
   int64_t num_heads, num_key_heads, width, block_size, window;
@@ -66,14 +68,13 @@ struct Scratch {
 struct Call {
   const Layer& l;
   const Step& s;
-  const lora::Module* const* slots;  // of each projection; null where nothing is added
   Scratch& w;
 
   // y = x W^T + LoRA, by all threads; ends with a barrier.
   void project(int index, const bf16* x, bf16* y) const {
     const product::Packed& p = l.projections[index];
     product::run(p, {x, p.num_in, s.num_rows, nullptr}, y, p.num_out);
-    const lora::Module* m = slots[index];
+    const lora::Module* m = l.slots[index];
     if (m) lora::shrink(*m, *s.routing, w.plans[index], x, p.num_in);
 #pragma omp barrier
     if (!m) return;
@@ -83,7 +84,7 @@ struct Call {
 
   // Norms and rotary embeddings of a row's queries and keys in place; then its keys and values
   // go to their place in the store.
-  void place(int64_t row, bf16* qkv, bf16* store) const {
+  void place(int64_t row, bf16* qkv) const {
     const bf16 *c = s.cosine + row * l.width, *sn = s.sine + row * l.width;
     for (int64_t h = 0; h < l.num_heads + l.num_key_heads; ++h) {
       bf16* head = qkv + h * l.width;
@@ -94,12 +95,12 @@ struct Call {
       rows::rotate(head, c, sn, head, l.width);
     }
     int64_t size = l.num_key_heads * l.width;
-    memcpy(store + s.token_slots[row] * 2 * size, qkv + l.num_heads * l.width,
+    memcpy(l.store + s.token_slots[row] * 2 * size, qkv + l.num_heads * l.width,
            2 * size * sizeof(bf16));
   }
 
   // All threads; ends with a barrier.
-  void attend(const bf16* qkv, bf16* out, const bf16* store) const {
+  void attend(const bf16* qkv, bf16* out) const {
     int64_t query_row = l.projections[0].num_out, out_row = l.projections[1].num_in;
     for (int64_t g = 0; g < s.num_groups; ++g) {
       const Group& group = s.groups[g];
@@ -108,16 +109,17 @@ struct Call {
                                query_row,           l.width,      out_row,
                                l.width,             group.blocks, group.positions,
                                group.rows,          l.window};
-      attention::decode(decode, qkv, out, store, l.scaling);
+      attention::decode(decode, qkv, out, l.store, l.scaling);
     }
     if (!s.num_chunks) return;
     attention::PrefillShape shape{l.num_heads, l.num_key_heads, l.width, l.block_size, query_row,
                                   l.width,     out_row,         l.width, l.window};
-    attention::prefill(shape, s.chunks, s.num_chunks, qkv, out, store, l.scaling);
+    attention::prefill(shape, s.chunks, s.num_chunks, qkv, out, l.store, l.scaling);
   }
 
-  // By all threads of a team.
-  void run(const bf16* in, bf16* out, bf16* store) const {
+  // The layer, by all threads of a team. A row of `out`, which may be `in`, is finished by the
+  // thread that will begin with it in the next layer.
+  void run(const bf16* in, bf16* out) const {
     int64_t hidden = l.projections[0].num_in, num_inner = l.projections[3].num_in;
     bf16 *normed = w.normed.data(), *projected = w.projected.data();
     bf16 *attended = w.attended.data(), *inner = w.inner.data();
@@ -127,13 +129,13 @@ struct Call {
 #pragma omp barrier
     project(0, normed, projected);
     for (int64_t t = own.begin; t < own.end; ++t)
-      place(t, projected + t * l.projections[0].num_out, store);
+      place(t, projected + t * l.projections[0].num_out);
 #pragma omp barrier
-    attend(projected, attended, store);
+    attend(projected, attended);
     project(1, attended, projected);
     for (int64_t t = own.begin; t < own.end; ++t) {
       bf16* row = out + t * hidden;
-      memcpy(row, in + t * hidden, hidden * sizeof(bf16));
+      if (in != out) memcpy(row, in + t * hidden, hidden * sizeof(bf16));
       rows::add(row, projected + t * hidden, hidden);
       rows::normalise(row, l.inner_norm, l.inner_epsilon, normed + t * hidden, hidden);
     }
@@ -152,19 +154,18 @@ struct Call {
 
 }  // namespace
 
-// out [T, D] = the layer of in [T, D], rows contiguous. The slots of each of the four projections
-// are null where the step's adapters add nothing; store is the layer's
-// [blocks, block size, 2, K, W].
-extern "C" void decoder_layer(const Layer* layer, const Step* step, const lora::Module* qkv,
-                              const lora::Module* output, const lora::Module* gate_up,
-                              const lora::Module* down, const bf16* in, bf16* out, bf16* store) {
+// out [T, D] = the layers, one after the other, of in [T, D]; rows contiguous.
+extern "C" void decoder_layers(const Layer* layers, int64_t count, const Step* step,
+                               const bf16* in, bf16* out) {
   static thread_local Scratch own_scratch;
   Scratch& scratch = own_scratch;  // the caller's, for all threads of the region
-  const lora::Module* slots[4] = {qkv, output, gate_up, down};
-  scratch.reserve(*layer, step->num_rows);
-  for (int i = 0; i < 4; ++i)
-    if (slots[i]) scratch.plans[i].make(*slots[i], *step->routing);
-  Call call{*layer, *step, slots, scratch};
+  for (int64_t i = 0; i < count; ++i) scratch.reserve(layers[i], step->num_rows);
 #pragma omp parallel
-  call.run(in, out, store);
+  for (int64_t i = 0; i < count; ++i) {
+    const Layer& layer = layers[i];
+#pragma omp single
+    for (int p = 0; p < 4; ++p)
+      if (layer.slots[p]) scratch.plans[p].make(*layer.slots[p], *step->routing);
+    Call{layer, *step, scratch}.run(i ? out : in, out);
+  }
 }

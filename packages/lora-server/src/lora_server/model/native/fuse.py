@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,14 +17,25 @@ from lora_kernels.native import load_library
 from lora_server.model.attention_step import AttentionStep, DecodeGroup, PrefillChunk
 from lora_server.model.kv_cache import KvCache
 
-from .decoder import DecoderLayer, can_fuse, find_parts
-from .decoder_step import StepTable
+from .decoder import DecoderLayer, DecoderStack
+from .decoder_parts import can_fuse, find_parts
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import nn
 
     from lora_server.model.attention import PagedAttention
 
+    from .decoder_parts import LayerParts
+
+_ARGUMENTS: list[Any] = [
+    ctypes.c_void_p,
+    ctypes.c_int64,
+    ctypes.c_void_p,
+    ctypes.c_void_p,
+    ctypes.c_void_p,
+]
 _log = logging.getLogger(__name__)
 
 _BLOCK_SIZE = 16
@@ -34,7 +46,11 @@ _TOLERANCE = 0.03
 
 @torch.inference_mode()
 def fuse_layers(model: nn.Module, attention: PagedAttention, dtype: torch.dtype) -> int:
-    """Run decoder layers as one kernel each, where they have that form. Call it after LoRA is in.
+    """Run decoder layers as native kernels, where they have that form. Call it after LoRA is in.
+
+    Each layer's fast form is kept only where it agrees with the layer's own forward on random
+    numbers. All of a model's run in one call where that agrees with the model's own forward too:
+    then nothing happens between them.
 
     Args:
         model: on the CPU, with the fast forms of `use_native_layers`.
@@ -49,79 +65,102 @@ def fuse_layers(model: nn.Module, attention: PagedAttention, dtype: torch.dtype)
     """
     found = [(layer, parts) for layer in model.modules() if (parts := find_parts(layer))]
     found = [(layer, parts) for layer, parts in found if can_fuse(parts, attention, dtype)]
-    if not found:
+    cells = {id(part.stack.cell) for _, parts in found for part in parts.projections}
+    if not found or len(cells) > 1 or len({parts.head_width for _, parts in found}) > 1:
         return 0
-    run = load_library([Path(__file__).parent / "decoder.cpp"]).decoder_layer
-    run.argtypes, run.restype = [ctypes.c_void_p] * 9, None
-    table = StepTable()
-    count = 0
-    for layer, parts in found:
-        fast = DecoderLayer(layer, parts, attention, table, run)
-        if _agrees(layer, fast, attention, parts.layer_idx, parts.head_width):
-            layer.forward = fast
-            count += 1
-    _log.info("%d decoder layers run as one kernel each", count)
-    return count
-
-
-def _agrees(
-    layer: nn.Module, fast: DecoderLayer, attention: PagedAttention, index: int, width: int
-) -> bool:
-    """Whether a layer and its fast form give the same rows, and store the same keys and values."""
-    generator = torch.Generator().manual_seed(0)
-
-    def numbers(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).bfloat16()
-
-    step, rows = _example_step()
-    hidden = numbers(1, rows, fast.hidden_width)
-    angles = numbers(1, rows, width), numbers(1, rows, width)
-    caches = [_example_cache(attention, index) for _ in range(2)]
-    stored = numbers(*caches[0].layers[index].shape)
-    kept = attention.cache, attention.step
-    results: list[Any] = []
-    try:
-        for forward, cache in zip((layer.forward, fast), caches, strict=True):
-            cache.layers[index].copy_(stored)
-            attention.cache, attention.step = cache, step
-            results.append(forward(hidden.clone(), position_embeddings=angles))
-    except (TypeError, ValueError, RuntimeError):
-        return False  # a layer with other arguments
-    finally:
-        attention.cache, attention.step = kept
-    if not fast.num_calls or not isinstance(results[0], torch.Tensor):
-        return False
-    fast.forget()
-    states = [cache.layers[index] for cache in caches]
-    return _are_close(results[1] - hidden, results[0] - hidden) and _are_close(*states)
-
-
-def _example_step() -> tuple[AttentionStep, int]:
-    """Return two sequences that bring one token, and one that goes on with five, and the rows."""
-    chunk = PrefillChunk(start=2, num_tokens=5, context=19, blocks=torch.tensor([7, 2]))
-    decode = DecodeGroup(
-        rows=torch.tensor([0, 1]),
-        blocks=torch.tensor([4, 4, 1, 6]),
-        blocks_per_sequence=2,
-        positions=torch.tensor([9, 20]),
-    )
-    slots = [
-        4 * _BLOCK_SIZE + 9,
-        6 * _BLOCK_SIZE + 4,
-        *range(2 * _BLOCK_SIZE + 3, 2 * _BLOCK_SIZE + 8),
+    run = load_library([Path(__file__).parent / "decoder.cpp"]).decoder_layers
+    run.argtypes, run.restype = _ARGUMENTS, None
+    cell = found[0][1].projections[0].stack.cell
+    example = _Example(attention)
+    agreeing = [
+        (layer, parts)
+        for layer, parts in found
+        if example.agrees(layer, DecoderStack([parts], cell, attention, run), parts)
     ]
-    step = AttentionStep(token_slots=torch.tensor(slots), decode=(decode,), prefill=(chunk,))
-    return step, len(slots)
+    if not agreeing:
+        return 0
+    stack = DecoderStack([parts for _, parts in agreeing], cell, attention, run)
+    for index, (layer, _) in enumerate(agreeing):
+        layer.forward = DecoderLayer(stack, index, layer.forward)
+    stack.is_whole = len(agreeing) == len(attention.seen) and example.is_whole(model, stack)
+    how = "in one call" if stack.is_whole else "each"
+    _log.info("%d decoder layers run natively, %s", len(agreeing), how)
+    return len(agreeing)
 
 
-def _example_cache(attention: PagedAttention, index: int) -> KvCache:
-    return KvCache(
-        {index: attention.seen[index]},
-        num_blocks=_NUM_BLOCKS,
-        block_size=_BLOCK_SIZE,
-        dtype=torch.bfloat16,
-        device=torch.device("cpu"),
-    )
+class _Example:
+    """Two sequences that bring one token each and one that goes on with five, on random numbers."""
+
+    def __init__(self, attention: PagedAttention) -> None:
+        self._attention = attention
+        self._generator = torch.Generator().manual_seed(0)
+        chunk = PrefillChunk(start=2, num_tokens=5, context=19, blocks=torch.tensor([7, 2]))
+        decode = DecodeGroup(
+            rows=torch.tensor([0, 1]),
+            blocks=torch.tensor([4, 4, 1, 6]),
+            blocks_per_sequence=2,
+            positions=torch.tensor([9, 20]),
+        )
+        places = [(4, 9), (6, 4), *((2, offset) for offset in range(3, 8))]
+        slots = [block * _BLOCK_SIZE + offset for block, offset in places]
+        self._rows = len(slots)
+        self._step = AttentionStep(
+            token_slots=torch.tensor(slots), decode=(decode,), prefill=(chunk,)
+        )
+
+    def agrees(self, layer: nn.Module, stack: DecoderStack, parts: LayerParts) -> bool:
+        """Whether a layer and its fast form give the same rows, keys and values."""
+        rows, index = self._rows, parts.layer_idx
+        hidden = self._numbers(1, rows, stack.hidden_width)
+        angles = self._numbers(1, rows, parts.head_width), self._numbers(1, rows, parts.head_width)
+        own, other = self._cache([index]), self._cache([index])
+        other.layers[index].copy_(own.layers[index])
+        try:
+            with self._using(own):
+                expected = layer(hidden.clone(), position_embeddings=angles)
+        except (TypeError, ValueError, RuntimeError):
+            return False  # a layer with other arguments
+        with self._using(other):
+            found = stack.run(0, hidden, angles)
+        if found is None or not isinstance(expected, torch.Tensor):
+            return False
+        is_same = _are_close(found - hidden, expected - hidden)
+        return is_same and _are_close(other.layers[index], own.layers[index])
+
+    def is_whole(self, model: nn.Module, stack: DecoderStack) -> bool:
+        """Whether the model computes the same when all layers run in the first one's call."""
+        results = []
+        cache = self._cache(list(self._attention.seen))
+        ids = torch.arange(1, self._rows + 1).unsqueeze(0)
+        for stack.is_whole in (False, True):
+            with self._using(cache):  # a step writes its own keys before it reads them
+                results.append(model(input_ids=ids, position_ids=ids, use_cache=False).logits)
+        # The same kernels on the same numbers: not close, but equal.
+        return torch.equal(*results)
+
+    def _numbers(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=self._generator).bfloat16()
+
+    def _cache(self, layers: list[int]) -> KvCache:
+        cache = KvCache(
+            {index: self._attention.seen[index] for index in layers},
+            num_blocks=_NUM_BLOCKS,
+            block_size=_BLOCK_SIZE,
+            dtype=torch.bfloat16,
+            device=torch.device("cpu"),
+        )
+        for store in cache.layers.values():
+            store.copy_(self._numbers(*store.shape))
+        return cache
+
+    @contextmanager
+    def _using(self, cache: KvCache) -> Iterator[None]:
+        kept = self._attention.cache, self._attention.step
+        self._attention.cache, self._attention.step = cache, self._step
+        try:
+            yield
+        finally:
+            self._attention.cache, self._attention.step = kept
 
 
 def _are_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
