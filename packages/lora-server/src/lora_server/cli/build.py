@@ -15,7 +15,6 @@ from lora_server.adapters.loader import AdapterLoader
 from lora_server.adapters.paths import AdapterRoots
 from lora_server.cli.build_keys import build_body_limits, build_keys
 from lora_server.cli.build_observers import build_observers
-from lora_server.cli.build_pooling import build_pooling_service
 from lora_server.cli.build_probe import attach_probe
 from lora_server.cli.gate_file import gate_file
 from lora_server.cli.ledger.kv_budget import choose_kv
@@ -59,6 +58,8 @@ def build_service(config: ServerConfig) -> RunningService:
     task = choose_task(config.model) if task is Task.AUTO else task
     gate = gate_file(config, task)
     if task is not Task.GENERATE:
+        from lora_server.cli.build_pooling import build_pooling_service
+
         return build_pooling_service(config, task, num_threads=num_threads)
     keys = build_keys(config)
     observers = build_observers(config)

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
 from lora_server.cli.arguments import add_config_flags, read_config
+from lora_server.cli.libraries import loading_libraries, read_ahead, release_libraries
 from lora_server.errors import StartupError
 from lora_server.logs import log_fields, start_logging, take_over
 
@@ -88,12 +89,17 @@ def run(parsed: argparse.Namespace, extras: Sequence[str]) -> int:
     resolved = read_config(parsed, extras)
 
     def build(config: ServerConfig) -> Service:
-        from lora_server.cli.build import build_service
+        with loading_libraries():
+            read_ahead(config.model)
+            from lora_server.cli.build import build_service
 
         take_over("transformers")
         return build_service(config)
 
-    return serve(resolved, build)
+    try:
+        return serve(resolved, build)
+    finally:
+        release_libraries()
 
 
 def serve(resolved: ResolvedConfig, build: Callable[[ServerConfig], Service]) -> int:
