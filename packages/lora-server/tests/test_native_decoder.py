@@ -1,0 +1,345 @@
+"""Whole decoder layers as one kernel: against merged weights in float64, alone and in company."""
+
+from __future__ import annotations
+
+import json
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    GemmaConfig,
+    GraniteConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+from transformers.modeling_outputs import CausalLMOutput
+
+from lora_kernels import Backend
+from lora_kernels.native import PackedProduct, why_not_native
+from lora_layers import LoraModelConfig, LoraModelManager, RowRun
+from lora_server.model.attention import PagedAttention
+from lora_server.model.attention_step import AttentionStep, DecodeGroup, PrefillChunk
+from lora_server.model.families import PACKED_MODULES
+from lora_server.model.kv_cache import KvCache
+from lora_server.model.native.decoder import DecoderLayer, DecoderStack
+from lora_server.model.native.fuse import fuse_layers
+from lora_server.model.native.kernels import load_layer_kernels
+from lora_server.model.native.layers import use_native_layers
+from lora_weights import load_adapter
+from lora_weights.testing import llama_modules, write_adapter
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+AUTO_MODEL: Any = AutoModelForCausalLM  # its functions have no annotations
+BLOCK, BLOCKS_EACH, LAYERS = 16, 4, 2
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 128,
+    "intermediate_size": 160,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}
+FUSED: dict[str, Any] = {
+    "llama": LlamaConfig(**SIZES),
+    "mistral-window": MistralConfig(**SIZES, sliding_window=7),
+    "qwen2-biases": Qwen2Config(**SIZES),
+    "qwen3-head-norms": Qwen3Config(**SIZES),
+}
+NOT_FUSED: dict[str, Any] = {
+    # Norms that add one to their weight; residuals with a factor.
+    "gemma": GemmaConfig(**SIZES),
+    "granite": GraniteConfig(**SIZES, residual_multiplier=0.5),
+}
+MODULES = llama_modules(num_layers=LAYERS, hidden=128, inter=160, kv=64)
+RANKS = {"a": 16, "b": 5}
+
+
+def has_tiles() -> bool:
+    if why_not_native() is not None:
+        return False
+    try:
+        PackedProduct(torch.zeros(16, 32, dtype=torch.bfloat16))
+    except RuntimeError:
+        return False
+    return True
+
+
+@dataclass(kw_only=True)
+class Row:
+    """Tokens of one sequence in a step: its number, its adapters, tokens before, tokens."""
+
+    sequence: int
+    adapters: tuple[tuple[str, float], ...]
+    context: int
+    tokens: list[int]
+
+
+class Swollen(LlamaForCausalLM):  # type: ignore[no-untyped-call]
+    """A model that multiplies what passes from layer to layer."""
+
+    def forward(self, input_ids: Any, position_ids: Any = None, **_options: Any) -> Any:
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1]).unsqueeze(0)
+        states = self.model.embed_tokens(input_ids)
+        angles = self.model.rotary_emb(states, position_ids=position_ids)
+        for layer in self.model.layers:
+            states = layer(states, position_embeddings=angles, position_ids=position_ids) * 1.5
+        return CausalLMOutput(logits=self.lm_head(self.model.norm(states)))
+
+
+class Served:
+    """A bfloat16 model with LoRA over paged keys and values, and the same weights in float64."""
+
+    def __init__(
+        self, config: Any, folder: Path, *, max_loras: int = 2, kind: Any = AUTO_MODEL
+    ) -> None:
+        torch.manual_seed(3)
+        make = kind._from_config if kind is not AUTO_MODEL else kind.from_config
+        self.exact = make(deepcopy(config), attn_implementation="sdpa").eval()
+        for parameter in self.exact.parameters():
+            nn.init.normal_(parameter, std=0.09)
+            parameter.data = parameter.data.bfloat16().double()
+        self.attention = PagedAttention()
+        name = self.attention.name
+        self.model = make(deepcopy(config), attn_implementation=name)
+        self.model = self.model.bfloat16().eval().requires_grad_(requires_grad=False)
+        self.model.load_state_dict(self.exact.state_dict())
+        with torch.inference_mode():
+            ids = torch.zeros((1, 1), dtype=torch.int64)
+            self.model(input_ids=ids, position_ids=ids, use_cache=False)
+        kernels = load_layer_kernels(torch.bfloat16)
+        assert kernels is not None
+        use_native_layers(self.model, kernels)
+        self.attention.kernels = kernels
+        self.manager = LoraModelManager(
+            self.model,
+            LoraModelConfig(
+                max_loras=max_loras,
+                max_lora_rank=16,
+                packed_modules=PACKED_MODULES,
+                backend=Backend.NATIVE,
+                prepack_linear=True,
+            ),
+        )
+        self.num_fused = fuse_layers(self.model, self.attention, torch.bfloat16)
+        self.attention.cache = KvCache(
+            self.attention.seen,
+            num_blocks=8 * BLOCKS_EACH,
+            block_size=BLOCK,
+            dtype=torch.bfloat16,
+            device=torch.device("cpu"),
+        )
+        self.paths: dict[str, Path] = {}
+        for seed, (key, rank) in enumerate(RANKS.items()):
+            self.add(key, write_adapter(folder / key, MODULES, r=rank, seed=seed, std=0.08))
+
+    @property
+    def stack(self) -> DecoderStack:
+        forward = self.model.model.layers[0].forward
+        assert isinstance(forward, DecoderLayer)
+        return forward.stack
+
+    def add(self, key: str, path: Path) -> None:
+        self.paths[key] = path
+        adapter = load_adapter(path, dtype=torch.bfloat16, max_rank=16)
+        self.manager.register(key, self.manager.prepare(adapter))
+
+    @torch.inference_mode()
+    def step(self, rows: Sequence[Row]) -> list[torch.Tensor]:
+        """Run one step; return the logits of each sequence's tokens."""
+        keys = {key for row in rows for key, _ in row.adapters}
+        with self.manager.acquire(keys):
+            runs = [RowRun(num_rows=len(r.tokens), adapters=r.adapters) for r in rows]
+            self.manager.set_routing(runs, runs)
+            self.attention.step = lay_out(rows)
+            ids = torch.tensor([[token for row in rows for token in row.tokens]])
+            places = torch.tensor(
+                [[row.context + i for row in rows for i in range(len(row.tokens))]]
+            )
+            logits = self.model(input_ids=ids, position_ids=places, use_cache=False).logits[0]
+        return list(logits.split([len(row.tokens) for row in rows]))
+
+    @torch.inference_mode()
+    def expected(self, adapters: tuple[tuple[str, float], ...], tokens: list[int]) -> torch.Tensor:
+        """Return the logits of merged weights."""
+        merged = deepcopy(self.exact)
+        for key, scale in adapters:
+            config = json.loads((self.paths[key] / "adapter_config.json").read_text())
+            factors = load_file(self.paths[key] / "adapter_model.safetensors")
+            for path in MODULES:
+                name = f"base_model.model.{path}.lora_{{}}.weight"
+                a, b = (factors[name.format(letter)].bfloat16().double() for letter in "AB")
+                scaling = scale * config["lora_alpha"] / config["r"]
+                merged.get_submodule(path).weight += scaling * (b @ a)
+        logits: torch.Tensor = merged(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+        return logits
+
+
+def blocks_of(sequence: int) -> list[int]:
+    return [sequence * BLOCKS_EACH + (i * 3 + 1) % BLOCKS_EACH for i in range(BLOCKS_EACH)]
+
+
+def lay_out(rows: Sequence[Row]) -> AttentionStep:
+    slots: list[int] = []
+    singles: list[tuple[int, Row]] = []
+    chunks: list[PrefillChunk] = []
+    for row in rows:
+        blocks, start = blocks_of(row.sequence), len(slots)
+        places = range(row.context, row.context + len(row.tokens))
+        slots += [blocks[place // BLOCK] * BLOCK + place % BLOCK for place in places]
+        if len(row.tokens) == 1:
+            singles.append((start, row))
+        else:
+            chunk = PrefillChunk(
+                start=start,
+                num_tokens=len(row.tokens),
+                context=row.context,
+                blocks=torch.tensor(blocks),
+            )
+            chunks.append(chunk)
+    decode = DecodeGroup(
+        rows=torch.tensor([start for start, _ in singles]),
+        blocks=torch.tensor([blocks_of(row.sequence) for _, row in singles]).flatten(),
+        blocks_per_sequence=BLOCKS_EACH,
+        positions=torch.tensor([row.context for _, row in singles]),
+    )
+    return AttentionStep(
+        token_slots=torch.tensor(slots), decode=(decode,) * bool(singles), prefill=tuple(chunks)
+    )
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    """Return token ids, never the last one of the vocabulary."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 95, (count,), generator=generator).tolist()
+
+
+def check(found: torch.Tensor, exact: torch.Tensor) -> None:
+    """Compare with room for some forty roundings to eight bits on the way."""
+    assert (found.double() - exact).abs().max() <= 0.05 * exact.abs().max()
+
+
+if has_tiles():
+
+    @pytest.fixture(params=FUSED, scope="module")
+    def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
+        return Served(FUSED[request.param], tmp_path_factory.mktemp("adapters"))
+
+    USES = [(("a", 1.0),), (), (("b", 0.5),)]
+
+    def test_prompts_and_single_tokens_of_a_mixed_batch_are_those_of_merged_weights(
+        served: Served,
+    ) -> None:
+        assert served.num_fused == LAYERS
+        assert served.stack.is_whole
+        prompts = [tokens(count, seed) for seed, count in enumerate((19, 30, 3))]
+        exact = [served.expected(use, prompt) for use, prompt in zip(USES, prompts, strict=True)]
+        before = served.stack.num_calls
+        rows = [
+            Row(sequence=i, adapters=use, context=0, tokens=prompt[:-2])
+            for i, (use, prompt) in enumerate(zip(USES, prompts, strict=True))
+        ]
+        for logits, wanted in zip(served.step(rows), exact, strict=True):
+            check(logits, wanted[: len(logits)])
+        for at in (-2, -1):  # two steps of one token each
+            rows = [
+                Row(
+                    sequence=i,
+                    adapters=use,
+                    context=len(prompt) + at,
+                    tokens=[prompt[at]],
+                )
+                for i, (use, prompt) in enumerate(zip(USES, prompts, strict=True))
+            ]
+            for logits, wanted in zip(served.step(rows), exact, strict=True):
+                check(logits[0], wanted[at])
+        assert served.stack.num_calls == before + 3
+
+    def test_a_row_has_the_same_bits_alone_and_in_company(served: Served) -> None:
+        prompts = [tokens(count, seed) for seed, count in enumerate((21, 40, 33, 18), start=7)]
+        uses = [*USES, (("a", 1.0),)]
+        alone = []
+        for i, (use, prompt) in enumerate(zip(uses, prompts, strict=True)):
+            first = Row(sequence=i, adapters=use, context=0, tokens=prompt[:-1])
+            last = Row(sequence=i, adapters=use, context=len(prompt) - 1, tokens=prompt[-1:])
+            alone.append(torch.cat([served.step([first])[0], served.step([last])[0]]))
+        # In company, cut elsewhere, and one a step behind the others.
+        found: list[list[torch.Tensor]] = [[] for _ in prompts]
+        for begin, end in ((0, 5), (5, 16), (16, 17), (17, 39), (39, 40)):
+            rows = [
+                Row(sequence=i, adapters=use, context=begin, tokens=part)
+                for i, (use, prompt) in enumerate(zip(uses, prompts, strict=True))
+                if (part := prompt[begin:end])
+            ]
+            for row, logits in zip(rows, served.step(rows), strict=True):
+                found[row.sequence].append(logits)
+        for wanted, parts in zip(alone, found, strict=True):
+            assert torch.equal(torch.cat(parts)[0], wanted[0])
+            check(torch.cat(parts), wanted.double())
+
+    def test_weighted_sets_go_through_the_layers_own_forward(served: Served) -> None:
+        use, prompt = (("a", 0.5), ("b", 1.5)), tokens(20, 5)
+        before = served.stack.num_calls
+        (logits,) = served.step([Row(sequence=0, adapters=use, context=0, tokens=prompt)])
+        check(logits, served.expected(use, prompt))
+        assert served.stack.num_calls == before
+
+    def test_an_adapter_in_anothers_former_slot_answers_for_itself(tmp_path: Path) -> None:
+        served = Served(FUSED["llama"], tmp_path, max_loras=1)
+        prompt = tokens(9, 1)
+        before = served.stack.num_calls
+        for key in ("a", "b", "a", "b"):
+            row = Row(sequence=0, adapters=((key, 1.0),), context=0, tokens=prompt)
+            check(served.step([row])[0], served.expected(row.adapters, prompt))
+        assert served.stack.num_calls == before + 4
+
+    def test_a_row_that_is_not_finite_reaches_no_other_sequence(tmp_path: Path) -> None:
+        served = Served(FUSED["llama"], tmp_path)
+        rows = [
+            Row(sequence=i, adapters=use, context=0, tokens=tokens(18, i))
+            for i, use in enumerate(USES)
+        ]
+        clean = served.step(rows)
+        served.model.model.embed_tokens.weight.data[95] = torch.nan
+        rows[1].tokens[4] = 95
+        dirty = served.step(rows)
+        assert dirty[1][4:].isnan().all()
+        for i in (0, 2):
+            assert torch.equal(clean[i], dirty[i])
+
+    @pytest.mark.parametrize("family", NOT_FUSED)
+    def test_layers_that_compute_something_else_keep_their_forward(
+        family: str, tmp_path: Path
+    ) -> None:
+        served = Served(NOT_FUSED[family], tmp_path)
+        assert served.num_fused == 0
+        prompt = tokens(12, 2)
+        row = Row(sequence=0, adapters=(("a", 1.0),), context=0, tokens=prompt)
+        check(served.step([row])[0], served.expected(row.adapters, prompt))
+
+    def test_a_model_that_does_something_between_layers_runs_them_one_by_one(
+        tmp_path: Path,
+    ) -> None:
+        served = Served(FUSED["llama"], tmp_path, kind=Swollen)
+        assert served.num_fused == LAYERS
+        assert not served.stack.is_whole
+        before = served.stack.num_calls
+        prompt = tokens(12, 2)
+        row = Row(sequence=0, adapters=(("a", 1.0),), context=0, tokens=prompt)
+        check(served.step([row])[0], served.expected(row.adapters, prompt))
+        assert served.stack.num_calls == before + LAYERS
