@@ -153,12 +153,29 @@ if HAS_PRODUCT:
         bound = exact.abs() * 2**-8 + 1e-5 * (x.double().abs() @ weight.double().abs().T) + 1e-6
         assert bool(((found.double() - exact).abs() <= bound).all())
 
-    def test_a_row_of_the_packed_product_has_the_same_bits_in_any_number_of_rows() -> None:
+    @pytest.mark.parametrize(("num_in", "num_out"), [(96, 80), (1536, 48)])
+    def test_a_row_of_the_packed_product_has_the_same_bits_in_any_number_of_rows(
+        num_in: int, num_out: int
+    ) -> None:
+        product = PackedProduct(torch.randn(num_out, num_in).bfloat16())
+        x = torch.randn(600, num_in).bfloat16()
+        alone = torch.stack([product(x[row]) for row in range(600)])
+        # Sizes that threads share by outputs and by rows, and that take one block or several.
+        for num_rows in (2, 15, 16, 17, 33, 70, 128, 250, 257, 600):
+            assert torch.equal(product(x[:num_rows]), alone[:num_rows])
+
+    @pytest.mark.parametrize("num_rows", [16, 40, 300])
+    def test_a_row_that_is_not_finite_reaches_no_other_row_of_the_packed_product(
+        num_rows: int,
+    ) -> None:
         product = PackedProduct(torch.randn(80, 96).bfloat16())
-        x = torch.randn(70, 96).bfloat16()
-        together = product(x)
-        for row in range(70):
-            assert torch.equal(product(x[row : row + 1])[0], together[row])
+        x = torch.randn(num_rows, 96).bfloat16()
+        before = product(x)
+        x[3], x[num_rows - 1] = torch.nan, torch.inf
+        after = product(x)
+        others = [row for row in range(num_rows) if row not in {3, num_rows - 1}]
+        assert torch.equal(after[others], before[others])
+        assert bool(after[3].isnan().all())
 
     def test_the_packed_product_takes_rows_with_strides_and_more_dimensions() -> None:
         product = PackedProduct(torch.randn(80, 96).bfloat16())

@@ -40,7 +40,7 @@ extern "C" void product_run(const bf16* packed, const bf16* x, int64_t x_stride,
                             int64_t y_stride, int64_t num_rows, int64_t num_out, int64_t num_in,
                             const float* bias) {
   static thread_local std::vector<bf16> rest;  // the last rows, filled up with zeros to a tile
-  int64_t left = num_rows % TILE;
+  int64_t left = num_rows > TILE ? num_rows % TILE : 0;
   if (left) {
     rest.assign(TILE * num_in, bf16{0});
     for (int64_t row = 0; row < left; ++row)
