@@ -13,11 +13,14 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import httpx
+from lora_server.cli.bench.connection import ConnectionFailedError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import Callable
 
+    from lora_server.cli.bench.connection import LoadClient
+
+_OK = 200
 _DATA = b"data:"
 _NO_CHOICES = re.compile(rb'"choices"\s*:\s*\[\s*\]')
 _MAX_MESSAGE = 300
@@ -64,7 +67,7 @@ class Answer:
 
 
 async def stream_completion(
-    client: httpx.AsyncClient,
+    client: LoadClient,
     body: dict[str, Any],
     *,
     clock: Callable[[], float] = time.perf_counter,
@@ -75,30 +78,57 @@ async def stream_completion(
     """
     model = str(body["model"])
     request = {**body, "stream": True, "stream_options": {"include_usage": True}}
-    start = clock()
-    times: list[float] = []
-    usage: bytes | None = None
-    is_done = False
+    events = _Events(clock)
     try:
-        async with client.stream("POST", "/v1/completions", json=request) as response:
-            if response.status_code != httpx.codes.OK:
-                text = (await response.aread()).decode(errors="replace")
-                return Answer(model=model, error=f"{response.status_code}: {error_text(text)}")
-            async for event in _events(response):
-                if event == b"[DONE]":
-                    is_done = True
-                elif event.startswith(b'{"error"'):
-                    return Answer(model=model, error=error_text(event.decode(errors="replace")))
-                elif _NO_CHOICES.search(event):
-                    usage = event
-                else:
-                    times.append(clock() - start)
-                    usage = event
-    except httpx.HTTPError as error:
-        return Answer(model=model, error=f"{type(error).__name__}: {error}".rstrip(": "))
-    if not is_done:
+        reply = await client.post("/v1/completions", request, events.add)
+    except ConnectionFailedError as error:
+        return Answer(model=model, error=events.error or f"ConnectionFailedError: {error}")
+    if reply.status != _OK:
+        text = events.rest.decode(errors="replace")
+        return Answer(model=model, error=f"{reply.status}: {error_text(text)}")
+    if events.error is not None:
+        return Answer(model=model, error=events.error)
+    if not events.is_done:
         return Answer(model=model, error="the stream ended without [DONE]")
-    return _finished(model, times, clock() - start, usage)
+    return _finished(model, events.times_s, clock() - events.start_s, events.last)
+
+
+class _Events:
+    """The events of one reply; lines may be cut anywhere by the network."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.start_s = clock()
+        self.times_s: list[float] = []
+        """When each event with text arrived."""
+        self.last: bytes | None = None
+        """The newest event, which may hold the usage."""
+        self.rest = b""
+        """The beginning of a line; of a refusal all there is."""
+        self.error: str | None = None
+        self.is_done = False
+
+    def add(self, status: int, data: bytes) -> None:
+        """Take a piece of the body."""
+        self.rest += data
+        if status != _OK:
+            return
+        *lines, self.rest = self.rest.split(b"\n")
+        for line in lines:
+            if line.startswith(_DATA):
+                self._note(line.removeprefix(_DATA).strip())
+
+    def _note(self, event: bytes) -> None:
+        if self.error is not None:
+            return
+        if event == b"[DONE]":
+            self.is_done = True
+        elif event.startswith(b'{"error"'):
+            self.error = error_text(event.decode(errors="replace"))
+        else:
+            self.last = event
+            if not _NO_CHOICES.search(event):
+                self.times_s.append(self._clock() - self.start_s)
 
 
 def error_text(text: str) -> str:
@@ -125,13 +155,3 @@ def _finished(model: str, times: list[float], duration: float, last: bytes | Non
         output_tokens=len(times) if tokens is None else int(tokens),
         is_counted_by_server=tokens is not None,
     )
-
-
-async def _events(response: httpx.Response) -> AsyncIterator[bytes]:
-    """Yield the data of each event; lines may be cut anywhere by the network."""
-    rest = b""
-    async for chunk in response.aiter_bytes():
-        *lines, rest = (rest + chunk).split(b"\n")
-        for line in lines:
-            if line.startswith(_DATA):
-                yield line.removeprefix(_DATA).strip()

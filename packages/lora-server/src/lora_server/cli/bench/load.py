@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import httpx
-
 from lora_server.cli.bench.client import Answer, error_text, stream_completion
+from lora_server.cli.bench.connection import ConnectionFailedError, LoadClient
 from lora_server.errors import StartupError
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lora_server.cli.bench.workload import PlannedRequest
 
 _WARM_UP_TOKENS = 4
+_OK = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,38 +50,32 @@ class LoadResult:
     """From the first request to the last answer, without the warm-up."""
 
 
-def open_client(settings: LoadSettings) -> httpx.AsyncClient:
-    """Return a client that is not slowed by pool limits or proxies."""
-    headers = {"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
-    return httpx.AsyncClient(
-        base_url=settings.base_url,
-        headers=headers,
-        timeout=httpx.Timeout(settings.timeout_s, connect=10.0),
-        limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-        trust_env=False,
-    )
+def open_client(settings: LoadSettings) -> LoadClient:
+    """Return a client without limits of its own and without a proxy."""
+    return LoadClient(settings.base_url, api_key=settings.api_key, timeout_s=settings.timeout_s)
 
 
-async def first_model(client: httpx.AsyncClient) -> str:
+async def first_model(client: LoadClient) -> str:
     """Return the first name of `/v1/models`, which is the base.
 
     Raises:
         StartupError: when the server cannot be reached or lists nothing.
     """
     try:
-        response = await client.get("/v1/models")
-    except httpx.HTTPError as error:
+        status, body = await client.get("/v1/models")
+    except ConnectionFailedError as error:
         raise StartupError([f"{client.base_url} cannot be reached: {error}"]) from error
-    if response.status_code != httpx.codes.OK:
-        raise StartupError([f"/v1/models: {response.status_code}: {error_text(response.text)}"])
+    if status != _OK:
+        text = error_text(body.decode(errors="replace"))
+        raise StartupError([f"/v1/models: {status}: {text}"])
     try:
-        return str(response.json()["data"][0]["id"])
+        return str(json.loads(body)["data"][0]["id"])
     except (ValueError, KeyError, IndexError, TypeError) as error:
         raise StartupError(["/v1/models lists no model"]) from error
 
 
 async def warm_up(
-    client: httpx.AsyncClient,
+    client: LoadClient,
     requests: Sequence[PlannedRequest],
     settings: LoadSettings,
     *,
@@ -117,7 +112,7 @@ async def warm_up(
 
 
 async def send_all(
-    client: httpx.AsyncClient,
+    client: LoadClient,
     requests: Sequence[PlannedRequest],
     settings: LoadSettings,
     *,
