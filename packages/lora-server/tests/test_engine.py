@@ -227,7 +227,10 @@ def leases(stats: EngineStats) -> int:
 
 
 def last(outputs: list[EngineOutput]) -> SequenceOutput:
-    output = outputs[-1]
+    return sequence_output(outputs[-1])
+
+
+def sequence_output(output: EngineOutput) -> SequenceOutput:
     assert isinstance(output, SequenceOutput)
     return output
 
@@ -568,6 +571,30 @@ def engine(adapters: Adapters) -> Iterator[Engine[EngineCore]]:
     engine.start()
     yield engine
     engine.stop()
+
+
+def test_a_reader_that_is_behind_gets_all_it_missed_in_one_output(
+    engine: Engine[EngineCore], adapters: Adapters
+) -> None:
+    wanted = request("r", PROMPTS[0], adapters, max_tokens=6, logprobs=1)
+
+    async def main() -> list[EngineOutput]:
+        stream = engine.generate(wanted)
+        outputs = [await anext(stream)]
+        while engine.call(lambda core: core.is_known("r")).result():
+            pass  # nothing is awaited: the event loop does not turn
+        return outputs + [output async for output in stream]
+
+    outputs = asyncio.run(main())
+
+    alone = run(build_core(adapters), [request("r", PROMPTS[0], adapters, max_tokens=6)])["r"]
+    assert len(outputs) <= 2
+    assert tokens_of(outputs) == tokens_of(alone)
+    reported = [
+        item.token_id for output in map(sequence_output, outputs) for item in output.logprobs
+    ]
+    assert reported == tokens_of(alone)
+    assert last(outputs).finish_reason is FinishReason.LENGTH
 
 
 def test_streams_of_many_requests_come_back_over_the_event_loop(

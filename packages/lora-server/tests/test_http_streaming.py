@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from lora_server.engine.messages import FinishReason, RequestFailed
+from lora_server.engine.messages import FinishReason, RequestFailed, merge_tokens
 from lora_server.errors import NotReadyError
 from lora_server.http.streaming import ClientGoneError, while_connected
 
@@ -44,6 +45,46 @@ def test_a_client_that_leaves_before_a_whole_reply_ends_the_engines_work(
     assert harness.engine.requests
     assert sorted(harness.engine.ended) == sorted(r.request_id for r in harness.engine.requests)
     assert harness.catalog.held == []
+
+
+def told(choices: list[dict[str, Any]]) -> tuple[str, list[Any], list[Any]]:
+    """Join what the chunks of a stream say: text, reported tokens, reasons to end."""
+    texts = [c["text"] if "text" in c else c["delta"].get("content", "") for c in choices]
+    logprobs = [c["logprobs"] for c in choices if c["logprobs"] is not None]
+    tokens: list[Any] = []
+    for one in logprobs:
+        lists = [one[name] for name in ("tokens", "token_logprobs", "text_offset") if name in one]
+        tokens += zip(*lists, strict=True) if lists else one["content"]
+    return "".join(texts), tokens, [c["finish_reason"] for c in choices if c["finish_reason"]]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": "a", "logprobs": 1}),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 2},
+        ),
+    ],
+)
+def test_tokens_that_come_together_are_one_event_which_lists_each(
+    harness: Harness, path: str, fields: dict[str, Any]
+) -> None:
+    body = fields | {"stream": True, "stream_options": {"include_usage": True}}
+    harness.says("hello zq 77")
+    *each, usage = harness.events(harness.post(path, body))
+    script = harness.engine.script
+    harness.engine.script = lambda request: [reduce(merge_tokens, script(request))]  # type: ignore[arg-type]
+
+    *together, usage_together = harness.events(harness.post(path, body))
+
+    wanted = told([chunk["choices"][0] for chunk in each])
+    assert told([chunk["choices"][0] for chunk in together]) == wanted
+    assert wanted[0] == "hello zq 77"
+    assert len(wanted[1]) == usage["usage"]["completion_tokens"] > 3
+    assert len(each) - len(together) == len(wanted[1]) - 1
+    assert usage_together["usage"] == usage["usage"]
 
 
 def test_the_version_is_held_while_the_engine_works(harness: Harness) -> None:

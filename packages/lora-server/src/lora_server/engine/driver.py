@@ -19,7 +19,7 @@ import torch
 from lora_server.errors import EngineError, NotReadyError
 
 from .core import AnyRequest, Core, Output
-from .messages import EngineOutput, RequestFailed, SequenceOutput
+from .messages import EngineOutput, RequestFailed, SequenceOutput, merge_tokens
 from .pooling_request import PoolingOutput
 
 if TYPE_CHECKING:
@@ -40,15 +40,31 @@ _Command = Callable[[], None]
 
 
 class _Stream:
-    """Where the outputs of one request go."""
+    """Where the outputs of one request go. Used on its event loop's thread only."""
 
-    __slots__ = ("loop", "num_open", "queue")
+    __slots__ = ("_ready", "_waiter", "loop", "num_open")
 
     def __init__(self, loop: asyncio.AbstractEventLoop, num_open: int) -> None:
         self.loop = loop
-        self.queue: asyncio.Queue[Output] = asyncio.Queue()
         self.num_open = num_open
         """Continuations that have not ended."""
+        self._ready: list[Output] = []
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, output: Output) -> None:
+        """Add an output and wake the reader."""
+        self._ready.append(output)
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    async def take(self) -> list[Output]:
+        """Return what has come since the last call, in order; wait until there is something."""
+        if not self._ready:
+            self._waiter = self.loop.create_future()
+            await self._waiter
+        ready, self._ready = self._ready, []
+        return ready
 
 
 class Engine(Generic[C]):
@@ -99,6 +115,8 @@ class Engine(Generic[C]):
     def generate(self, request: GenerationRequest) -> AsyncGenerator[EngineOutput, None]:
         """Run a request and yield its outputs as they come.
 
+        Tokens of a continuation that have come since the reader last looked are one output.
+
         Closing the iterator early aborts the request and frees its KV blocks and its lease.
 
         Raises:
@@ -113,9 +131,9 @@ class Engine(Generic[C]):
         self._post(lambda: self._submit(request, stream))
         try:
             while stream.num_open:
-                output = await stream.queue.get()
-                stream.num_open -= _num_ended(output, stream.num_open)
-                yield output
+                for output in _merged(await stream.take()):
+                    stream.num_open -= _num_ended(output, stream.num_open)
+                    yield output
         finally:
             if stream.num_open:
                 self._post(lambda: self._abort(request.request_id))
@@ -242,7 +260,27 @@ def _may_be_last(output: Output) -> bool:
 
 def _put_all(batch: Sequence[tuple[_Stream, Output]]) -> None:
     for stream, output in batch:
-        stream.queue.put_nowait(output)
+        stream.put(output)
+
+
+def _merged(outputs: list[Output]) -> list[Output]:
+    """Join the tokens of each continuation; nothing passes what is not tokens."""
+    if len(outputs) == 1:
+        return outputs
+    joined: list[Output] = []
+    place_of: dict[int, int] = {}
+    for output in outputs:
+        if not isinstance(output, SequenceOutput):
+            place_of.clear()
+            joined.append(output)
+        elif output.index in place_of:
+            earlier = joined[place_of[output.index]]
+            assert isinstance(earlier, SequenceOutput)
+            joined[place_of[output.index]] = merge_tokens(earlier, output)
+        else:
+            place_of[output.index] = len(joined)
+            joined.append(output)
+    return joined
 
 
 def _num_ended(output: Output, num_open: int) -> int:

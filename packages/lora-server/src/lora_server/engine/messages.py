@@ -51,6 +51,20 @@ class SequenceOutput:
     """When the sequence last began to run, on the engine's clock; None when it did not."""
 
 
+def merge_tokens(earlier: SequenceOutput, later: SequenceOutput) -> SequenceOutput:
+    """Return one message for two of the same continuation that follow each other."""
+    return SequenceOutput(
+        request_id=earlier.request_id,
+        index=earlier.index,
+        token_ids=earlier.token_ids + later.token_ids,
+        logprobs=earlier.logprobs + later.logprobs,
+        finish_reason=later.finish_reason,
+        stop_token_id=later.stop_token_id,
+        num_cached_tokens=earlier.num_cached_tokens,
+        admitted_s=earlier.admitted_s,
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptLogprobs:
     """Log-probabilities of the prompt: entry i is for prompt token i + 1. Sent once, first."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any, Final
 
@@ -117,13 +117,27 @@ class _ChatReply:
             yield writer.choice(
                 {"index": idx, "delta": delta, "logprobs": None, "finish_reason": None}
             )
+        write_text = self._text_writers(writer)
         async with aclosing(self._generation.events()) as events:
             async for event in events:
                 assert not isinstance(event, PromptScored)
-                if self._has_news(event):
+                if write_text and event.finish_reason is None:
+                    if event.text:
+                        yield write_text[event.index](event.text)
+                elif self._has_news(event):
                     yield writer.choice(self._chunk_choice(event))
         if with_usage:
             yield writer.usage(self._generation.usage.as_dict())
+
+    def _text_writers(self, writer: ChunkWriter) -> list[Callable[[str], str]]:
+        """Return what writes a chunk of each choice in which only text is new; none may do so."""
+        if self._body.logprobs or self._body.return_token_ids:
+            return []
+        after = '},"logprobs":null,"finish_reason":null'
+        return [
+            writer.text_writer(idx, '"delta":{"content":', after)
+            for idx in range(self._generation.plan.n)
+        ]
 
     def _has_news(self, delta: ChoiceDelta) -> bool:
         """Whether there is anything to send; text may be held back for a stop string."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any, Final
 
@@ -51,10 +51,15 @@ class CompletionReply:
         with_usage = wants_usage(self._body)
         writer = ChunkWriter(self._head, _KIND, with_usage=with_usage)
         started: set[int] = set()
+        write_text = self._text_writers(writer)
         async with aclosing(self._generation.events()) as events:
             async for event in events:
                 if isinstance(event, PromptScored):
                     self._prompts[event.prompt_idx].scored = event
+                    continue
+                if write_text and event.finish_reason is None and event.index in started:
+                    if event.text:
+                        yield write_text[event.index](event.text)
                     continue
                 choice = _Choice(self._prompt(event.index), is_first=event.index not in started)
                 choice.add(event)
@@ -63,6 +68,14 @@ class CompletionReply:
                     yield writer.choice(choice.as_dict(event.index))
         if with_usage:
             yield writer.usage(self._generation.usage.as_dict())
+
+    def _text_writers(self, writer: ChunkWriter) -> list[Callable[[str], str]]:
+        """Return what writes a chunk of each choice in which only text is new; none may do so."""
+        if self._body.logprobs is not None or self._body.return_token_ids:
+            return []
+        after = ',"logprobs":null,"finish_reason":null,"stop_reason":null'
+        num_choices = len(self._prompts) * self._generation.plan.n
+        return [writer.text_writer(idx, '"text":', after) for idx in range(num_choices)]
 
     def _prompt(self, choice_idx: int) -> _PromptPart:
         return self._prompts[choice_idx // self._generation.plan.n]

@@ -28,8 +28,23 @@ class Detokenizer:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, special_ids: frozenset[int], context: Sequence[int] = ()
+        self,
+        tokenizer: Tokenizer,
+        special_ids: frozenset[int],
+        context: Sequence[int] = (),
+        *,
+        texts_alone: dict[int, str] | None = None,
     ) -> None:
+        """Follow a new sequence.
+
+        Args:
+            tokenizer: decodes.
+            special_ids: tokens that are no text.
+            context: tokens that the sequence continues.
+            texts_alone: text of single tokens, filled as they occur; to be shared among all
+                sequences of a tokenizer.
+        """
+        self._texts_alone = {} if texts_alone is None else texts_alone
         self._tokenizer = tokenizer
         self._special_ids = special_ids
         self._window = [id_ for id_ in context[-_CONTEXT_TOKENS:] if id_ not in special_ids]
@@ -58,8 +73,18 @@ class Detokenizer:
         new_text = text[len(self._read_text) :]
         del self._window[: self._num_read]
         self._num_read = len(self._window)
-        self._read_text = self._decode(self._window)
+        self._read_text = self._decode_read()
         return new_text
+
+    def _decode_read(self) -> str:
+        """Decode a window that was all read: mostly the one newest token, which comes again."""
+        if len(self._window) != 1:
+            return self._decode(self._window)
+        token_id = self._window[0]
+        text = self._texts_alone.get(token_id)
+        if text is None:
+            text = self._texts_alone[token_id] = self._decode(self._window)
+        return text
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False) if token_ids else ""

@@ -7,14 +7,14 @@ the engine's iterators, and with them the engine's work.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
 from lora_server.engine.messages import (
-    EngineOutput,
     PromptLogprobs,
     RequestFailed,
+    SequenceOutput,
     TokenLogprob,
 )
 from lora_server.engine.request import AdapterUse, GenerationRequest, SamplingParams
@@ -108,9 +108,10 @@ class Generation:
             ServerError: the engine could not answer one of the prompts; the others are ended.
         """
         runs = [self._run_prompt(idx) for idx in range(len(self.plan.prompts))]
+        events = runs[0] if len(runs) == 1 else _merged(runs)
         with self._timer:
-            async with aclosing(_merged(runs)) as merged:
-                async for event in merged:
+            async with aclosing(events):
+                async for event in events:
                     yield event
 
     async def _run_prompt(self, prompt_idx: int) -> AsyncGenerator[GenerationEvent, None]:
@@ -132,48 +133,44 @@ class Generation:
             n=self.plan.n,
             exchange_id=current_request_id(),
         )
+        num_open = len(choices)
         async with aclosing(self._service.engine.generate(request)) as outputs:
-            async for event in self._follow(outputs, choices, prompt_idx):
-                yield event
-        if not all(choice.is_finished for choice in choices):
-            raise EngineError("the engine ended the request before its last token")
-
-    async def _follow(
-        self, outputs: AsyncIterator[EngineOutput], choices: Sequence[Choice], prompt_idx: int
-    ) -> AsyncGenerator[GenerationEvent, None]:
-        """Translate outputs until every choice has ended, by the engine or by a stop string."""
-        async for output in outputs:
-            match output:
-                case RequestFailed(error=error):
-                    raise error
-                case PromptLogprobs(logprobs=logprobs):
-                    yield PromptScored(prompt_idx, logprobs)
+            async for output in outputs:
+                if not isinstance(output, SequenceOutput):
+                    yield _scored(output, prompt_idx)
                     continue
-            choice = choices[output.index]
-            if choice.is_finished:
-                continue
-            # The first continuation reads the prompt; the others find its blocks in the cache.
-            if output.index == 0 and choice.num_tokens == 0:
-                self.usage.cached_tokens += output.num_cached_tokens
-                self._timer.add_cached_tokens(output.num_cached_tokens)
-                self._timer.admitted(output.admitted_s)
-            delta = choice.push(output)
-            self.usage.completion_tokens += len(delta.token_ids)
-            self._timer.add_tokens(len(delta.token_ids))
-            yield delta
-            if all(choice.is_finished for choice in choices):
-                return
+                choice = choices[output.index]
+                if choice.is_finished:
+                    continue
+                # The first continuation reads the prompt; the others find its blocks in the cache.
+                if output.index == 0 and choice.num_tokens == 0:
+                    self._note_start(output)
+                delta = choice.push(output)
+                self.usage.completion_tokens += len(delta.token_ids)
+                self._timer.add_tokens(len(delta.token_ids))
+                num_open -= choice.is_finished
+                yield delta
+                if not num_open:  # by the engine, or by a stop string
+                    return
+        raise EngineError("the engine ended the request before its last token")
+
+    def _note_start(self, output: SequenceOutput) -> None:
+        self.usage.cached_tokens += output.num_cached_tokens
+        self._timer.add_cached_tokens(output.num_cached_tokens)
+        self._timer.admitted(output.admitted_s)
+
+
+def _scored(output: PromptLogprobs | RequestFailed, prompt_idx: int) -> PromptScored:
+    """Return the prompt's log-probabilities, or raise why the request failed."""
+    if isinstance(output, RequestFailed):
+        raise output.error
+    return PromptScored(prompt_idx, output.logprobs)
 
 
 async def _merged(
     runs: Sequence[AsyncGenerator[GenerationEvent, None]],
 ) -> AsyncGenerator[GenerationEvent, None]:
     """Yield the events of all runs as they come; the first error ends them all."""
-    if len(runs) == 1:
-        async with aclosing(runs[0]) as run:
-            async for event in run:
-                yield event
-        return
     queue: asyncio.Queue[GenerationEvent | Exception | None] = asyncio.Queue()
     tasks = [asyncio.create_task(_pump(run, queue)) for run in runs]
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Final, Protocol
@@ -66,6 +66,18 @@ class ChunkWriter:
     def choice(self, choice: dict[str, Any]) -> str:
         """Write a chunk with one choice."""
         return f"{self._start}{dumps(choice)}{self._end}"
+
+    def text_writer(self, index: int, before: str, after: str) -> Callable[[str], str]:
+        """Return what writes a chunk whose choice has nothing new but text.
+
+        Args:
+            index: of the choice.
+            before: JSON of the choice between its index and the text.
+            after: JSON of the choice behind the text.
+        """
+        start = f'{self._start}{{"index":{index},{before}'
+        end = f"{after}}}{self._end}"
+        return lambda text: f"{start}{dumps(text)}{end}"
 
     def usage(self, usage: dict[str, object]) -> str:
         """Write the last chunk, which holds the usage alone."""

@@ -88,7 +88,8 @@ class EventStream(Response):
         async with aclosing(self._events) as events:
             try:
                 async for event in events:
-                    await _send_chunk(send, f"data: {event}\n\n".encode())
+                    body = f"data: {event}\n\n".encode()
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
             except OSError:
                 raise
             except Exception as error:  # noqa: BLE001 - the HTTP edge: logged and answered

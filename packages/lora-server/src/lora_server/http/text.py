@@ -53,6 +53,7 @@ class TextProcessor:
         self._anchor = self._backend.encode("a", add_special_tokens=False).ids[-1:]
         self._anchor_text = self._backend.decode(self._anchor)
         self._token_texts: dict[int, str] = {}
+        self._texts_alone: dict[int, str] = {}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of `text`; the tokenizer's own special tokens around them if asked.
@@ -108,7 +109,7 @@ class TextProcessor:
 
     def detokenizer(self, context: Sequence[int] = ()) -> Detokenizer:
         """Follow a new sequence that continues `context`, whose text is not repeated."""
-        return Detokenizer(self._backend, self._special_ids, context)
+        return Detokenizer(self._backend, self._special_ids, context, texts_alone=self._texts_alone)
 
     def token_text(self, token_id: int) -> str:
         """Return a single token as text; one that is part of a character shows its bytes."""
