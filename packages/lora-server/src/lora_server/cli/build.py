@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from importlib.metadata import version
 from typing import TYPE_CHECKING
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _WARM_UP_TOKENS = 8
+_POPULATED_BYTES = 512 * 1024**2
+"""Of the KV cache's memory, handed out while the server starts; the rest as it is used."""
 
 
 def build_service(config: ServerConfig) -> RunningService:
@@ -145,6 +148,9 @@ def _build_core(
         device=model.device,
     )
     model.use_cache(cache)
+    threading.Thread(
+        target=cache.populate, args=(_POPULATED_BYTES,), name="kv-populate", daemon=True
+    ).start()
     _log.info(
         "KV cache: %d tokens in %d blocks, %d bytes; adapter slots: %d bytes",
         budget.num_tokens,

@@ -84,7 +84,8 @@ class BlockPool:
                 if block in self._key_of:
                     self._kept[block] = None
                 else:
-                    self._free.append(block)
+                    # To be used next: its memory has been touched, others' perhaps never.
+                    self._free.appendleft(block)
 
     def find(self, keys: Sequence[BlockKey]) -> list[int]:
         """The blocks that hold the longest known prefix of a chain of keys; no user is added."""
@@ -128,7 +129,7 @@ class BlockPool:
             self._forget(block)
             if block in self._kept:
                 del self._kept[block]
-                self._free.append(block)
+                self._free.appendleft(block)
 
     def forget(self, blocks: Sequence[int]) -> list[int]:
         """Make used blocks unfindable, because their contents are bad.
@@ -143,7 +144,7 @@ class BlockPool:
 
     def forget_all(self) -> None:
         """Drop every key; kept blocks become free."""
-        self._free.extend(self._kept)
+        self._free.extendleft(self._kept)
         self._kept.clear()
         self._key_of.clear()
         self._block_of.clear()

@@ -5,7 +5,10 @@ Which block belongs to which sequence is not known here.
 
 from __future__ import annotations
 
+import ctypes
 import math
+import mmap
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -84,6 +87,18 @@ class KvCache:
         for layer in self.layers.values():
             layer[list(blocks)] = 0
 
+    def populate(self, num_bytes: int) -> None:
+        """Have the system hand out the memory of the first blocks, of so many bytes together.
+
+        Otherwise it does so at the first use of each page, which takes a step of 512 prompt tokens
+        a sixth of its time. May run beside steps: what has been written stays. Does nothing where
+        the system cannot (Linux before 5.14, other systems, other devices than the CPU).
+        """
+        count = min(num_bytes * self.num_blocks // max(self.size_bytes, 1), self.num_blocks)
+        for layer in self.layers.values():
+            if layer.is_cpu:
+                _populate(layer.data_ptr(), layer[:count].nbytes)
+
     def read(self, layer: int, blocks: torch.Tensor) -> torch.Tensor:
         """Copy out whole blocks.
 
@@ -107,3 +122,18 @@ def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
     return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
+
+
+_MADV_POPULATE_WRITE = 23
+"""Of madvise(2); Python's `mmap` does not name it."""
+
+
+def _populate(address: int, num_bytes: int) -> None:
+    """Back the whole pages between two addresses; errors mean that it is not done."""
+    if sys.platform != "linux":
+        return
+    start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if end > start:
+        advise = ctypes.CDLL(None).madvise
+        advise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_POPULATE_WRITE)
