@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lora_kernels._native.compiler import load_library
+from lora_kernels._native.memory import WeightMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,12 +19,13 @@ _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
 _APPLY = [_POINTER, _POINTER, _POINTER, _SIZE, _POINTER, _SIZE]
 _RUN = [_POINTER, _POINTER, _SIZE, _POINTER, _SIZE, _SIZE, _SIZE, _SIZE, _POINTER]
 _PACK = [_POINTER, _SIZE, _SIZE, _SIZE, _POINTER]
+_ADVISE = [_POINTER, _SIZE]
 
 
 class NativeKernels:
     """The functions of `lora.cpp` and `product.cpp`. Addresses are passed as integers."""
 
-    __slots__ = ("apply_lora", "has_product", "pack_product", "run_product")
+    __slots__ = ("apply_lora", "has_product", "pack_product", "run_product", "weight_memory")
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.apply_lora: dict[torch.dtype, Callable[..., None]] = {
@@ -32,6 +34,8 @@ class NativeKernels:
         }
         self.pack_product = _declare(library.product_pack, _PACK)
         self.run_product = _declare(library.product_run, _RUN)
+        self.weight_memory = WeightMemory(_declare(library.product_advise, _ADVISE))
+        """Where packed weights lie."""
         self.has_product = bool(library.product_is_available())
         """Whether the processor has tiles for bfloat16, and the system lets us use them."""
 

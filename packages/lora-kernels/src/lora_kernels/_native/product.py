@@ -25,7 +25,7 @@ class PackedProduct:
     number of rows or on its neighbours.
     """
 
-    __slots__ = ("_bias", "_packed", "_run", "in_features", "out_features")
+    __slots__ = ("_bias", "_packed", "_piece", "_run", "in_features", "out_features")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         """Pack a copy of a weight.
@@ -50,7 +50,8 @@ class PackedProduct:
         if not kernels.has_product:
             raise BackendUnavailableError("packed product: no AMX tiles for bfloat16 here")
         self._run = kernels.run_product
-        self._packed = torch.empty(weight.numel(), dtype=torch.bfloat16)
+        memory, self._piece = kernels.weight_memory.allocate(weight.nbytes)
+        self._packed = memory.view(torch.bfloat16)
         self._bias = None if bias is None else bias.detach().float().contiguous()
         rows = weight.detach()
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
