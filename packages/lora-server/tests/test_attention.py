@@ -19,9 +19,11 @@ from transformers import (
     Qwen3Config,
 )
 
+from lora_kernels.native import why_not_native
 from lora_server.model.attention import PagedAttention
 from lora_server.model.attention_step import AttentionStep, DecodeGroup, PrefillChunk
 from lora_server.model.kv_cache import KvCache, KvShape
+from lora_server.model.native.kernels import load_layer_kernels
 
 AUTO_MODEL: Any = AutoModelForCausalLM  # its functions have no annotations
 BLOCK = 4
@@ -61,8 +63,11 @@ CONFIGS: dict[str, Any] = {
 
 @pytest.fixture(params=CONFIGS, scope="module")
 def models(request: pytest.FixtureRequest) -> Models:
+    return make_models(CONFIGS[request.param])
+
+
+def make_models(config: Any) -> Models:
     """The same weights twice: with eager attention, and with ours over a small cache."""
-    config = CONFIGS[request.param]
     torch.manual_seed(7)
     eager = AUTO_MODEL.from_config(deepcopy(config), attn_implementation="eager").eval()
     with torch.no_grad():
@@ -134,6 +139,26 @@ def expected(eager: Any, tokens: list[int]) -> torch.Tensor:
 
 
 def test_a_packed_step_of_chunks_and_decodes_equals_each_sequence_alone(models: Models) -> None:
+    compare_steps(models)
+
+
+if why_not_native() is None:
+
+    @pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma2-softcap", "gpt2"])
+    def test_native_attention_equals_each_sequence_alone_too(family: str) -> None:
+        config = deepcopy(CONFIGS[family])
+        if family == "gpt2":
+            config.n_embd = 64  # 4 heads
+        else:
+            config.head_dim = 16
+        models = make_models(config)
+        models[2].kernels = load_layer_kernels(torch.float32)
+        assert models[2].kernels is not None
+        compare_steps(models)
+
+
+def compare_steps(models: Models) -> None:
+    """Three steps of three sequences, against eager attention over each alone."""
     eager, paged, attention, shapes = models
     attention.cache = KvCache(
         shapes, num_blocks=24, block_size=BLOCK, dtype=torch.float32, device=torch.device("cpu")

@@ -17,7 +17,7 @@ from transformers import AttentionInterface
 
 from .attention_math import plain_attention
 from .kv_cache import KvCache, KvShape
-from .native.attention import can_attend, decode_tokens, write_tokens
+from .native.attention import can_attend, decode_tokens, prefill_chunks, write_tokens
 
 if TYPE_CHECKING:
     from .attention_step import AttentionStep, DecodeGroup, PrefillChunk
@@ -41,7 +41,7 @@ class PagedAttention:
         self.options: dict[int, AttentionOptions] = {}
         """What each layer asks for, as far as its shapes were seen."""
         self.kernels: LayerKernels | None = None
-        """Native kernels that store and decode, where they take the layer."""
+        """Native kernels that store and attend, where they take the layer."""
         AttentionInterface.register(self.name, self)
 
     def __call__(  # noqa: PLR0917 - transformers calls it by position
@@ -119,6 +119,17 @@ class PagedAttention:
             assert group.rows is not None, "one group of all rows was handled above"
             picked = query_rows.index_select(0, group.rows)
             out.index_copy_(0, group.rows, _decode(picked, group, cache, layer, options))
+        if kernels is not None and step.prefill:
+            prefill_chunks(
+                kernels,
+                query_rows,
+                out,
+                cache.layers[layer],
+                step.prefill,
+                scaling=options.scaling,
+                window=options.window,
+            )
+            return out.unsqueeze(0), None
         for chunk in step.prefill:
             own = slice(chunk.start, chunk.start + chunk.num_tokens)
             fresh = (key_rows[own], value_rows[own])

@@ -60,7 +60,7 @@ class PrefillChunk:
     context: int
     """Tokens of the sequence before this chunk."""
     blocks: torch.Tensor
-    """`[M]` int64 blocks that hold the context and the chunk; unused when `context` is 0."""
+    """`[M]` int64 blocks that hold the context and the chunk."""
     _biases: dict[int | None, torch.Tensor] = field(default_factory=dict)
 
     @property

@@ -1,18 +1,22 @@
-"""Writing paged keys and values, and attention of sequences that bring one token each.
+"""Writing paged keys and values, and attention of a step's rows over them.
+
+Arguments that stay the same go as the fields of a struct, in the order of the headers.
 
 Letters: `T` tokens, `B` sequences, `H` heads, `K` key heads, `D` head width.
 """
 
 from __future__ import annotations
 
+from array import array
+from itertools import chain
 from typing import TYPE_CHECKING
-
-import torch
 
 from lora_server.model.native.kernels import LANES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
+
+    import torch
 
     from lora_server.model.attention_step import DecodeGroup, PrefillChunk
     from lora_server.model.native.kernels import LayerKernels
@@ -40,10 +44,8 @@ def write_tokens(
         value: as `key`.
     """
     key, value = _with_whole_heads(key), _with_whole_heads(value)
-    fields = torch.tensor(
-        [*key.shape, *key.stride()[:2], *value.stride()[:2], slots.data_ptr()],
-    )
-    kernels.write(fields.data_ptr(), key.data_ptr(), value.data_ptr(), store.data_ptr())
+    fields = _fields([*key.shape, *key.stride()[:2], *value.stride()[:2], slots.data_ptr()])
+    kernels.write(_address(fields), key.data_ptr(), value.data_ptr(), store.data_ptr())
 
 
 def decode_tokens(
@@ -69,7 +71,7 @@ def decode_tokens(
     """
     query = _with_whole_heads(query)
     block_size, _, num_kv_heads, width = store.shape[1:]
-    fields = torch.tensor(
+    fields = _fields(
         [
             group.num_sequences,
             query.shape[1],
@@ -85,7 +87,7 @@ def decode_tokens(
             window or 0,
         ]
     )
-    kernels.decode(fields.data_ptr(), query.data_ptr(), out.data_ptr(), store.data_ptr(), scaling)
+    kernels.decode(_address(fields), query.data_ptr(), out.data_ptr(), store.data_ptr(), scaling)
 
 
 def prefill_chunks(
@@ -108,12 +110,12 @@ def prefill_chunks(
         out: `[T, H, D]`, of which the chunks' rows are written.
         store: the layer's, `[blocks, block size, 2, K, D]`, contiguous.
         chunks: their rows, contexts and blocks, the blocks of their own tokens included.
-        scaling: factor on the logits.
+        scaling: factor on the logits, above 0.
         window: keys a token may look back at, itself included; None is all.
     """
     query = _with_whole_heads(query)
     block_size, _, num_kv_heads, width = store.shape[1:]
-    shape = torch.tensor(
+    shape = _fields(
         [
             query.shape[1],
             num_kv_heads,
@@ -124,10 +126,11 @@ def prefill_chunks(
             window or 0,
         ]
     )
-    fields = torch.tensor([[c.start, c.num_tokens, c.context, c.blocks.data_ptr()] for c in chunks])
+    rows = ((c.start, c.num_tokens, c.context, c.blocks.data_ptr()) for c in chunks)
+    fields = _fields(chain.from_iterable(rows))
     kernels.prefill(
-        shape.data_ptr(),
-        fields.data_ptr(),
+        _address(shape),
+        _address(fields),
         len(chunks),
         query.data_ptr(),
         out.data_ptr(),
@@ -138,3 +141,12 @@ def prefill_chunks(
 
 def _with_whole_heads(rows: torch.Tensor) -> torch.Tensor:
     return rows if rows.stride(2) == 1 else rows.contiguous()
+
+
+def _fields(values: Iterable[int]) -> array[int]:
+    """Make a struct of 64-bit integers; the caller keeps it while the kernel runs."""
+    return array("q", values)
+
+
+def _address(fields: array[int]) -> int:
+    return fields.buffer_info()[0]
