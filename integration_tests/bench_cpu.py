@@ -299,7 +299,11 @@ def neighbour_rows(bench: Bench) -> list[GoalRow]:
 def start_rows(bench: Bench) -> list[GoalRow]:
     """Goal 7: a server's start, and the command's own."""
     flags = ["serve", str(bench.model.folder)]
-    starts = start_seconds(flags, bench.folder / "start.log", bench.rounds)
+    log = bench.folder / "start.log"
+    starts = start_seconds(flags, log, bench.rounds)
+    # Python's own default, which environments switch off at times; the first start fills the folder
+    kept = (f"PYTHONPYCACHEPREFIX={bench.folder / 'bytecode'}", "PYTHONDONTWRITEBYTECODE=")
+    later = start_seconds(flags, log, bench.rounds + 1, variables=kept)[1:]
     python = sys.executable
     imports = run_seconds([python, "-c", "import lora_server.cli.main"], 3 * bench.rounds)
     helps = run_seconds([python, "-m", "lora_server.cli.main", "--help"], 3 * bench.rounds)
@@ -307,7 +311,7 @@ def start_rows(bench: Bench) -> list[GoalRow]:
     return [
         GoalRow(
             number="7a",
-            what="start of `serve` to 200 of /health",
+            what="start of `serve` to 200 of /health, with the bytecode there is here",
             value=statistics.median(starts),
             unit="s",
             bound=Bound.MOST,
@@ -317,6 +321,16 @@ def start_rows(bench: Bench) -> list[GoalRow]:
         ),
         GoalRow(
             number="7b",
+            what="the same, with all bytecode kept from an earlier start",
+            value=statistics.median(later),
+            unit="s",
+            bound=Bound.MOST,
+            limit=12,
+            floor=f"reading the weights: {read_s:.2f} s",
+            details={"rounds": later},
+        ),
+        GoalRow(
+            number="7c",
             what="`lora-server --help`",
             value=statistics.median(helps),
             unit="s",

@@ -56,13 +56,24 @@ class Started:
 
 @contextmanager
 def started(
-    arguments: Sequence[str], log: Path, *, module: str = "lora_server.cli.main"
+    arguments: Sequence[str],
+    log: Path,
+    *,
+    module: str = "lora_server.cli.main",
+    variables: Sequence[str] = (),
 ) -> Iterator[Started]:
-    """Run `lora-server ARGUMENTS`, or a module in its place, until the block ends."""
+    """Run `lora-server ARGUMENTS`, or a module in its place, until the block ends.
+
+    Args:
+        arguments: of the command line.
+        log: where its output goes.
+        module: what is run.
+        variables: `NAME=VALUE` of its environment; an empty value counts as unset for Python.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    line = ["env", "HF_HUB_OFFLINE=1", sys.executable, "-m", module, *arguments]
+    line = ["env", "HF_HUB_OFFLINE=1", *variables, sys.executable, "-m", module, *arguments]
     line += ["--port", str(port)]
     start_s = time.perf_counter()
     with log.open("wb") as file:
@@ -201,11 +212,13 @@ def _bare_forward(folder: Path) -> Callable[[], float]:
     return run
 
 
-def start_seconds(arguments: Sequence[str], log: Path, repeats: int) -> list[float]:
+def start_seconds(
+    arguments: Sequence[str], log: Path, repeats: int, *, variables: Sequence[str] = ()
+) -> list[float]:
     """Start a server several times; return the seconds of each start."""
     found = []
     for _ in range(repeats):
-        with started(arguments, log) as server:
+        with started(arguments, log, variables=variables) as server:
             found.append(round(server.seconds, 2))
     return found
 
