@@ -28,7 +28,7 @@ constexpr int64_t DEPTH = 32;             // inputs of a tile
 constexpr int64_t TILE = SIDE * SIDE;     // numbers of 32 bits in a tile
 constexpr int64_t FULL_BLOCKS = 3;        // blocks of 16 tokens that share a tile of A
 constexpr int64_t STEP_COLUMNS = 32;      // columns of B that are packed together: 64 bytes
-constexpr int64_t LONG_COLUMNS = 256;     // columns that many tokens walk along
+constexpr int64_t LONG_COLUMNS = 128;     // columns that many tokens walk along
 constexpr int64_t MAX_SUMS = 4096;        // numbers of y that few tokens sum up before they are added
 
 // Asks the system for the tile registers, once.
@@ -68,6 +68,34 @@ struct Shapes {
     if (last) _tile_release();
   }
 };
+
+// The place of a slice in v.
+inline int64_t first_of(const Module& m, int64_t slot, int64_t p) {
+  int64_t place = 0;
+  for (int64_t q = 0; q < p; ++q) place += padded(m.rank(slot, q));
+  return place;
+}
+
+// Segments of a single block: bound by reading A and B.
+inline bool is_few(const Step& s, int64_t g) { return s.count(g) > 0 && s.count(g) <= SIDE; }
+
+// Calls work(segment, begin, end) for this thread's blocks of the longer segments, whose work is
+// shared out evenly: the same blocks in both passes.
+template <typename F>
+void for_own_blocks(const Step& s, const Plan& plan, F work) {
+  auto tiles_of = [&](int64_t g) { return s.count(g) > SIDE ? plan.width[g] / SIDE : 0; };
+  int64_t total = 0, place = 0;
+  for (int64_t g = 0; g < s.num_segments; ++g) total += tiles_of(g) * ceil_div(s.count(g), SIDE);
+  Share own(total);
+  for (int64_t g = 0; g < s.num_segments; ++g) {
+    int64_t tiles = tiles_of(g), blocks = ceil_div(s.count(g), SIDE);
+    if (!tiles) continue;
+    int64_t begin = std::clamp((own.begin - place) / tiles, (int64_t)0, blocks);
+    int64_t end = std::clamp((own.end - place) / tiles, (int64_t)0, blocks);
+    if (begin < end) work(g, begin, end);
+    place += tiles * blocks;
+  }
+}
 
 // rows[i][j] -> rows[j][i]
 inline void transpose(__m512i* rows) {
@@ -242,17 +270,11 @@ struct Shrink {
     return {a + rank * stride, stride, 0, std::min(SIDE, m.rank(slot, p) - rank)};
   }
 
-  int64_t column_of(int64_t g, int64_t p) const {
-    int64_t column = 0;
-    for (int64_t q = 0; q < p; ++q) column += padded(m.rank(s.seg_slots[g], q));
-    return column;
-  }
-
   // Segments of one block share their ranks out among the threads, in the order of memory.
   void few() {
     int64_t most = 0, total = 0;
     for (int64_t g = 0; g < s.num_segments; ++g)
-      if (is_few(g))
+      if (is_few(s, g))
         for (int64_t p = 0; p < m.num_slices; ++p) {
           int64_t rank = m.rank(s.seg_slots[g], p);
           most = std::max(most, rank);
@@ -264,7 +286,7 @@ struct Shrink {
     for (int64_t rank = 0; rank < most && place < own.end; rank += SIDE)
       for (int64_t p = 0; p < m.num_slices; ++p)
         for (int64_t g = 0; g < s.num_segments; ++g) {
-          if (!is_few(g) || m.rank(s.seg_slots[g], p) <= rank) continue;
+          if (!is_few(s, g) || m.rank(s.seg_slots[g], p) <= rank) continue;
           Ranks a = ranks_of(g, p, rank);
           int64_t size = a.end, begin = std::max(own.begin - place, (int64_t)0);
           a.begin = begin;
@@ -273,37 +295,20 @@ struct Shrink {
           if (a.begin >= a.end) continue;
           shapes.set(s.count(g));
           last_block(a, g, sums);
-          write(sums, g, 0, column_of(g, p) + rank, a, a.end == size);
+          write(sums, g, 0, first_of(m, s.seg_slots[g], p) + rank, a, a.end == size);
         }
   }
 
-  // Longer segments share their blocks out: each thread packs what it needs of A.
+  // Longer segments: each thread packs what it needs of A for its blocks.
   void many() {
-    auto tiles_of = [&](int64_t g) {
-      return is_few(g) ? 0 : plan.width[g] / LANES;
-    };
-    int64_t total = 0;
-    for (int64_t g = 0; g < s.num_segments; ++g)
-      total += tiles_of(g) * ceil_div(s.count(g), SIDE);
-    if (!total) return;
-    Share own(total);
-    int64_t place = 0;
-    for (int64_t g = 0; g < s.num_segments; ++g) {
-      int64_t tiles = tiles_of(g), blocks_of_g = ceil_div(s.count(g), SIDE);
-      if (!tiles) continue;
-      int64_t begin = std::clamp((own.begin - place) / tiles, (int64_t)0, blocks_of_g);
-      int64_t end = std::clamp((own.end - place) / tiles, (int64_t)0, blocks_of_g);
-      place += tiles * blocks_of_g;
-      if (begin >= end) continue;
+    for_own_blocks(s, plan, [&](int64_t g, int64_t begin, int64_t end) {
       shapes.set(s.count(g));
       int64_t column = 0;
       for (int64_t p = 0; p < m.num_slices; ++p)
         for (int64_t rank = 0; rank < m.rank(s.seg_slots[g], p); rank += SIDE, column += SIDE)
           blocks(ranks_of(g, p, rank), g, begin, end, column);
-    }
+    });
   }
-
-  bool is_few(int64_t g) const { return s.count(g) > 0 && s.count(g) <= SIDE; }
 };
 
 inline void shrink(const Module& m, const Step& s, Plan& plan, const bf16* x, int64_t x_stride) {
@@ -316,21 +321,19 @@ inline void shrink(const Module& m, const Step& s, Plan& plan, const bf16* x, in
 // ---------------------------------------------------------------------------------------------
 // Second pass
 
-// 32 columns of up to 16 ranks, as two tiles [rank][column][2] with every number twice.
+// 32 columns of up to 16 ranks, as two tiles [rank][column][2] with every number twice: the columns
+// with even numbers, then the others.
 inline void pack_columns(const bf16* b, int64_t stride, int64_t ranks, int64_t columns,
                          uint32_t* out) {
   __mmask32 mask = columns >= STEP_COLUMNS ? 0xffffffff : (__mmask32)((1ull << columns) - 1);
-  static const auto twice = [](int begin) {
-    alignas(64) uint16_t places[32];
-    for (int i = 0; i < 32; ++i) places[i] = (uint16_t)(begin + i / 2);
-    return _mm512_load_si512(places);
-  };
-  __m512i low = twice(0), high = twice(16);
+  const __m512i pairs = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  const __m512i even = _mm512_mullo_epi32(pairs, _mm512_set1_epi32(0x00020002));
+  const __m512i odd = _mm512_or_si512(even, _mm512_set1_epi32(0x00010001));
   int r = 0;
   for (; r < ranks; ++r, b += stride) {
     __m512i row = _mm512_maskz_loadu_epi16(mask, b);
-    _mm512_store_si512(out + r * SIDE, _mm512_permutexvar_epi16(low, row));
-    _mm512_store_si512(out + TILE + r * SIDE, _mm512_permutexvar_epi16(high, row));
+    _mm512_store_si512(out + r * SIDE, _mm512_permutexvar_epi16(even, row));
+    _mm512_store_si512(out + TILE + r * SIDE, _mm512_permutexvar_epi16(odd, row));
   }
   for (; r < SIDE; ++r) {
     _mm512_store_si512(out + r * SIDE, _mm512_setzero_si512());
@@ -338,17 +341,41 @@ inline void pack_columns(const bf16* b, int64_t stride, int64_t ranks, int64_t c
   }
 }
 
-// y += sums over at most 32 columns.
-inline void add_row(bf16* y, const float* sums, int64_t columns) {
-  __mmask32 mask = columns >= STEP_COLUMNS ? 0xffffffff : (__mmask32)((1ull << columns) - 1);
-  __m512i row = _mm512_maskz_loadu_epi16(mask, y);
-  __m512i low = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(row));
-  __m512i high = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(row, 1));
-  __m512 first = _mm512_add_ps(_mm512_castsi512_ps(_mm512_slli_epi32(low, 16)),
-                               _mm512_loadu_ps(sums));
-  __m512 second = _mm512_add_ps(_mm512_castsi512_ps(_mm512_slli_epi32(high, 16)),
-                                _mm512_loadu_ps(sums + LANES));
-  _mm512_mask_storeu_epi16(y, mask, (__m512i)_mm512_cvtne2ps_pbh(second, first));
+// y += sums over at most 32 columns; sums: the even columns, then the others.
+template <bool IS_FULL>
+inline void add_columns(bf16* y, const float* sums, __mmask32 mask, __m512i order) {
+  __m512i row = IS_FULL ? _mm512_loadu_si512(y) : _mm512_maskz_loadu_epi16(mask, y);
+  __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(row, 16));
+  __m512 odd = _mm512_castsi512_ps(_mm512_and_si512(row, _mm512_set1_epi32(0xffff0000)));
+  even = _mm512_add_ps(even, _mm512_loadu_ps(sums));
+  odd = _mm512_add_ps(odd, _mm512_loadu_ps(sums + LANES));
+  __m512i sum = _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(odd, even));
+  if (IS_FULL)
+    _mm512_storeu_si512(y, sum);
+  else
+    _mm512_mask_storeu_epi16(y, mask, sum);
+}
+
+// The rows of a block in y.
+struct Places {
+  bf16* rows[SIDE];
+  int64_t count;
+};
+
+// The same for a block, at the columns from `column` that lie before `end`.
+inline void add_rows(const Places& y, int64_t column, int64_t end, const float* sums,
+                     int64_t stride = STEP_COLUMNS) {
+  const __m512i pairs = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  const __m512i order = _mm512_or_si512(
+      pairs, _mm512_slli_epi32(_mm512_add_epi32(pairs, _mm512_set1_epi32(LANES)), 16));
+  if (end - column >= STEP_COLUMNS) {
+    for (int64_t t = 0; t < y.count; ++t)
+      add_columns<true>(y.rows[t] + column, sums + t * stride, 0, order);
+  } else {
+    __mmask32 mask = (__mmask32)((1ull << (end - column)) - 1);
+    for (int64_t t = 0; t < y.count; ++t)
+      add_columns<false>(y.rows[t] + column, sums + t * stride, mask, order);
+  }
 }
 
 // One pass of one thread.
@@ -377,8 +404,10 @@ struct Expand {
     return (const bf16*)m.b + (rank * m.num_slots + part.slot) * m.out_features;
   }
 
-  bf16* y_row(const Part& part, int64_t entry) const {
-    return y + s.token_idx[s.seg_indptr[part.g] + entry] * y_stride;
+  void find_rows(const Part& part, int64_t block, Places& places) const {
+    const int64_t* tokens = s.token_idx + s.seg_indptr[part.g] + block * SIDE;
+    places.count = std::min(SIDE, s.count(part.g) - block * SIDE);
+    for (int64_t t = 0; t < places.count; ++t) places.rows[t] = y + tokens[t] * y_stride;
   }
 
   void pack(const Part& part, int64_t rank, int64_t column, uint32_t* out) const {
@@ -388,7 +417,9 @@ struct Expand {
 
   // At most 16 tokens: along 16 ranks of B for many columns, then along the next 16.
   void few(const Part& part) {
-    int64_t count = s.count(part.g);
+    Places places;
+    find_rows(part, 0, places);
+    int64_t count = places.count;
     int64_t most = std::max(MAX_SUMS / count / STEP_COLUMNS, (int64_t)1) * STEP_COLUMNS;
     float* sums = (float*)sums_of_few.reserve(std::max(MAX_SUMS, SIDE * STEP_COLUMNS));
     uint32_t* tiles = packed.reserve(4 * TILE);
@@ -417,9 +448,8 @@ struct Expand {
           _tile_stored(4, sums + used + SIDE, stride);
         }
       }
-      for (int64_t t = 0; t < count; ++t)
-        for (int64_t i = 0; i < width; i += STEP_COLUMNS)
-          add_row(y_row(part, t) + begin + i, sums + t * width + i, part.end - begin - i);
+      for (int64_t i = 0; i < width; i += STEP_COLUMNS)
+        add_rows(places, begin + i, part.end, sums + i, width);
     }
   }
 
@@ -454,29 +484,54 @@ struct Expand {
     }
   }
 
-  // Many tokens: B is packed once for some columns, and used by all blocks.
-  void many(const Part& part) {
+  // Some columns of B for a thread's blocks of a segment.
+  void blocks(const Part& part, int64_t first, int64_t last) {
     alignas(64) float sums[2][SIDE * STEP_COLUMNS];
-    int64_t rank_tiles = ceil_div(part.rank, SIDE), blocks = ceil_div(s.count(part.g), SIDE);
-    uint32_t* tiles = packed.reserve(LONG_COLUMNS / SIDE * rank_tiles * TILE);
-    for (int64_t begin = part.begin; begin < part.end; begin += LONG_COLUMNS) {
-      int64_t width = std::min(LONG_COLUMNS, part.end - begin);
-      int64_t steps = ceil_div(width, STEP_COLUMNS), size = 2 * rank_tiles * TILE;
-      for (int64_t rank = 0; rank < part.rank; rank += SIDE)
-        for (int64_t i = 0; i < steps; ++i)
-          pack(part, rank, begin + i * STEP_COLUMNS, tiles + i * size + rank / SIDE * 2 * TILE);
-      // A block's sums are added while the next one's are computed.
-      for (int64_t i = 0; i <= blocks * steps; ++i) {
-        if (i < blocks * steps)
-          sum_block(part, i / steps, i / steps == blocks - 1, tiles + i % steps * size,
-                    sums[i % 2]);
-        if (!i) continue;
-        int64_t entry = (i - 1) / steps * SIDE, column = begin + (i - 1) % steps * STEP_COLUMNS;
-        int64_t count = std::min(SIDE, s.count(part.g) - entry);
-        for (int64_t t = 0; t < count; ++t)
-          add_row(y_row(part, entry + t) + column, sums[(i - 1) % 2] + t * STEP_COLUMNS,
-                  part.end - column);
+    int64_t size = 2 * ceil_div(part.rank, SIDE) * TILE, total = ceil_div(s.count(part.g), SIDE);
+    int64_t steps = ceil_div(part.end - part.begin, STEP_COLUMNS);
+    uint32_t* tiles = packed.reserve(steps * size);
+    for (int64_t rank = 0; rank < part.rank; rank += SIDE)
+      for (int64_t i = 0; i < steps; ++i)
+        pack(part, rank, part.begin + i * STEP_COLUMNS,
+             tiles + i * size + rank / SIDE * 2 * TILE);
+    // The sums of one place are added while those of the next are computed, and what comes after
+    // is fetched.
+    Places places[2];
+    bool is_odd = false;
+    int64_t before = part.begin;  // the column of the sums that wait to be added
+    for (int64_t block = first; block < last; ++block) {
+      Places &own = places[block % 2], &other = places[(block + 1) % 2];
+      if (block == first) find_rows(part, block, own);
+      for (int64_t i = 0; i < steps; ++i, is_odd = !is_odd) {
+        sum_block(part, block, block == total - 1, tiles + i * size, sums[is_odd]);
+        if (i) {
+          add_rows(own, part.begin + (i - 1) * STEP_COLUMNS, part.end, sums[!is_odd]);
+        } else {
+          if (block > first) add_rows(other, before, part.end, sums[!is_odd]);
+          find_rows(part, std::min(block + 1, last - 1), other);
+        }
+        for (int64_t t = 0; t < other.count; ++t)
+          _mm_prefetch((const char*)(other.rows[t] + part.begin + i * STEP_COLUMNS), _MM_HINT_T0);
       }
+      before = part.begin + (steps - 1) * STEP_COLUMNS;
+    }
+    add_rows(places[(last - 1) % 2], before, part.end, sums[!is_odd]);
+  }
+
+  // Longer segments, from the last columns to the first: the base's product came along here before
+  // and has left the last ones in the cache.
+  void many() {
+    for (int64_t p = m.num_slices - 1; p >= 0; --p) {
+      int64_t begin = m.ranges[p], width = m.ranges[p + 1] - begin;
+      for (int64_t column = (width - 1) / LONG_COLUMNS * LONG_COLUMNS; column >= 0;
+           column -= LONG_COLUMNS)
+        for_own_blocks(s, plan, [&](int64_t g, int64_t first, int64_t last) {
+          int64_t slot = s.seg_slots[g], rank = m.rank(slot, p);
+          if (!rank) return;
+          shapes.set(s.count(g));
+          blocks({g, slot, rank, first_of(m, s.seg_slots[g], p), begin + column,
+                  begin + std::min(width, column + LONG_COLUMNS)}, first, last);
+        });
     }
   }
 
@@ -508,17 +563,12 @@ struct Expand {
 
   void run() {
     for (int64_t g = 0; g < s.num_segments; ++g) {
-      int64_t count = s.count(g);
-      if (!count) continue;
+      if (!is_few(s, g)) continue;
       Share own(size(g));
-      shapes.set(count);
-      parts(g, own.begin, own.end, [&](const Part& part) {
-        if (count <= SIDE)
-          few(part);
-        else
-          many(part);
-      });
+      shapes.set(s.count(g));
+      parts(g, own.begin, own.end, [&](const Part& part) { few(part); });
     }
+    many();
   }
 };
 
