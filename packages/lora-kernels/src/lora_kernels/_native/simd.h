@@ -24,20 +24,28 @@ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // The mask of the first n lanes.
 inline __mmask16 first(int64_t n) { return n >= LANES ? 0xffff : (__mmask16)((1u << n) - 1); }
 
-inline __m512 load(const float* p, __mmask16 mask = 0xffff) {
-  return _mm512_maskz_loadu_ps(mask, p);
+inline __m512 widened(__m256i bits) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
 }
 
-inline __m512 load(const bf16* p, __mmask16 mask = 0xffff) {
-  __m512i wide = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, p));
-  return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+inline __m512 load(const float* p) { return _mm512_loadu_ps(p); }
+inline __m512 load(const float* p, __mmask16 mask) { return _mm512_maskz_loadu_ps(mask, p); }
+
+inline __m512 load(const bf16* p) { return widened(_mm256_loadu_si256((const __m256i*)p)); }
+inline __m512 load(const bf16* p, __mmask16 mask) {
+  return widened(_mm256_maskz_loadu_epi16(mask, p));
 }
 
-inline void store(float* p, __m512 value, __mmask16 mask = 0xffff) {
+inline void store(float* p, __m512 value) { _mm512_storeu_ps(p, value); }
+inline void store(float* p, __m512 value, __mmask16 mask) {
   _mm512_mask_storeu_ps(p, mask, value);
 }
 
-inline void store(bf16* p, __m512 value, __mmask16 mask = 0xffff) {
+// Rounds to nearest.
+inline void store(bf16* p, __m512 value) {
+  _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(value));
+}
+inline void store(bf16* p, __m512 value, __mmask16 mask) {
   _mm256_mask_storeu_epi16(p, mask, (__m256i)_mm512_cvtneps_pbh(value));
 }
 
@@ -52,8 +60,7 @@ inline __m512 rounded<float>(__m512 value) {
 
 template <>
 inline __m512 rounded<bf16>(__m512 value) {
-  __m512i wide = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(value));
-  return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+  return widened((__m256i)_mm512_cvtneps_pbh(value));
 }
 
 // The part of `total` pieces of work that falls to this thread of a team.

@@ -7,8 +7,8 @@
 //
 // Letters: T rows, D hidden width, H heads, K key heads, W head width, F inner width.
 
+#include <cstdlib>
 #include <cstring>
-#include <vector>
 
 #include "attention.h"
 #include "lora.h"
@@ -46,22 +46,37 @@ struct Step {
   const lora::Step* routing;
 };
 
+// Memory that begins with a cache line: a tile's row is one line long, and would lie in two.
+class Buffer {
+ public:
+  ~Buffer() { free(data_); }
+  bf16* data() const { return data_; }
+
+  void reserve(int64_t size) {
+    if (size <= size_) return;
+    free(data_);
+    size_ = ceil_div(size, LINE) * LINE;
+    data_ = (bf16*)aligned_alloc(LINE, size_ * sizeof(bf16));
+  }
+
+ private:
+  static constexpr int64_t LINE = 64;
+  bf16* data_ = nullptr;
+  int64_t size_ = 0;
+};
+
 // What passes from phase to phase; rows are filled up to whole tiles.
 struct Scratch {
-  std::vector<bf16> normed, projected, attended, inner;
+  Buffer normed, projected, attended, inner;
   lora::Plan plans[4];
 
   void reserve(const Layer& l, int64_t num_rows) {
     int64_t rows = ceil_div(num_rows, product::TILE) * product::TILE, widest = 0;
     for (const product::Packed& p : l.projections) widest = std::max(widest, p.num_out);
-    grow(normed, rows * l.projections[0].num_in);
-    grow(projected, rows * widest);
-    grow(attended, rows * l.projections[1].num_in);
-    grow(inner, rows * l.projections[3].num_in);
-  }
-
-  static void grow(std::vector<bf16>& buffer, int64_t size) {
-    if ((int64_t)buffer.size() < size) buffer.resize(size);
+    normed.reserve(rows * l.projections[0].num_in);
+    projected.reserve(rows * widest);
+    attended.reserve(rows * l.projections[1].num_in);
+    inner.reserve(rows * l.projections[3].num_in);
   }
 };
 
