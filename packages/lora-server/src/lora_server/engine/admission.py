@@ -81,6 +81,12 @@ class AdapterAdmission:
         """Whether an adapter is on its way into its slot."""
         return self._manager.is_placing
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether `open_step` has slots to write, or something to probe."""
+        has_probe = self.prober is not None and self.prober.is_busy
+        return has_probe or self._manager.has_slot_work
+
     def add(self, digest: str, prepared: PreparedAdapter, path: str, *, name: str) -> None:
         """Put a checked adapter in the host tier.
 

@@ -31,6 +31,10 @@ AnyRequest = GenerationRequest | PoolingRequest
 class Core(Protocol):
     """All state of a running engine. Every method belongs to the engine thread."""
 
+    before_forward: Callable[[], None]
+    """Called when it is decided what a step computes, and whenever one may take longer than that:
+    the time to hand out what the last one brought."""
+
     @property
     def adapters(self) -> AdapterAdmission | None:
         """The adapters; None where they are switched off."""

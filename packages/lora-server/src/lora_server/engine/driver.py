@@ -87,6 +87,9 @@ class Engine(Generic[C]):
         self._num_threads = num_threads
         self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._streams: dict[str, _Stream] = {}
+        self._held: list[Output] = []
+        """Outputs of the last step, until the next one's computation begins."""
+        core.before_forward = self._flush
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._is_stopping = False
         self._is_draining = False
@@ -184,9 +187,11 @@ class Engine(Generic[C]):
             self._inbox.get()()
         while not self._is_stopping:
             try:
-                self._inbox.get_nowait()()
+                command = self._inbox.get_nowait()
             except queue.Empty:
                 return
+            self._flush()  # nobody knows how long the command takes
+            command()
 
     def _step(self) -> None:
         try:
@@ -194,15 +199,25 @@ class Engine(Generic[C]):
         except Exception as error:  # noqa: BLE001 - the thread must outlive it
             # Nothing is known about which request is at fault: all end, none is left hanging.
             _log.exception("the engine failed outside a forward pass; ending all requests")
+            self._flush()
             failed = EngineError(f"{type(error).__name__}: {error}")
             self._deliver(
                 [RequestFailed(request_id=request_id, error=failed) for request_id in self._streams]
             )
             self._core.abort_all()
             return
-        self._deliver(outputs)
+        # Readers that woke now would stand in the way of the next step's preparation, which is
+        # Python too; they have the time of its computation.
+        self._held += outputs
+        if is_idle or not self._core.has_work:
+            self._flush()
         if is_idle:
             self._wait_for_command()
+
+    def _flush(self) -> None:
+        held, self._held = self._held, []
+        if held:
+            self._send(held)
 
     def _wait_for_command(self) -> None:
         try:
@@ -229,7 +244,12 @@ class Engine(Generic[C]):
         self._is_stopping = True
 
     def _deliver(self, outputs: Sequence[Output]) -> None:
-        """Hand the step's outputs to their event loops, one wake-up a loop."""
+        """Hand outputs to their event loops, after those that are held."""
+        self._flush()
+        self._send(outputs)
+
+    def _send(self, outputs: Sequence[Output]) -> None:
+        """Hand outputs to their event loops, one wake-up a loop."""
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, Output]]] = {}
         streams = self._streams
         loop = batch = None

@@ -64,6 +64,8 @@ class PoolingCore:
             on_slot_wait=None if adapters is None else adapters.journal.waited_for_slot,
         )
         self._clock = clock
+        self.before_forward: Callable[[], None] = lambda: None
+        """See `Core`."""
         self._last_step_s = 0.0
         """What the last forward pass took."""
         self._sequences: dict[str, PoolingSequence] = {}
@@ -107,6 +109,8 @@ class PoolingCore:
             The answers, and whether the step was idle: requests wait, but none could run.
         """
         if self.adapters is not None:
+            if self.adapters.is_busy:
+                self.before_forward()
             seconds = max(self._last_step_s * _WRITING_SHARE, _MIN_WRITING_S)
             self.adapters.open_step(seconds=seconds)
         outputs: list[_Output] = []
@@ -118,6 +122,7 @@ class PoolingCore:
             self.adapters.finish_writing()
             chosen = self.scheduler.schedule()
         if chosen:
+            self.before_forward()
             start_s = self._clock()
             outputs += self._run(chosen, start_s)
             self._last_step_s = self._clock() - start_s

@@ -88,9 +88,14 @@ class EffectProber:
             self._visitor[1].release()
             self._visitor = None
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether `turn` has anything to do."""
+        return bool(self._waiting) or self._visitor is not None
+
     def turn(self) -> None:
         """Run at most one probe; call it between two steps."""
-        if not self._waiting and self._visitor is None:
+        if not self.is_busy:
             return
         if self._visitor is not None:
             self._serve_visitor(*self._visitor)

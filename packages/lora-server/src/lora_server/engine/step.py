@@ -108,6 +108,8 @@ class EngineCore:
             on_slot_wait=None if adapters is None else adapters.journal.waited_for_slot,
         )
         self._clock = clock
+        self.before_forward: Callable[[], None] = lambda: None
+        """See `Core`."""
         self._last_step_s = 0.0
         """What the last forward pass and its sampling took."""
         self._batches = BatchBuilder(block_size=limits.block_size, device=model.device)
@@ -165,6 +167,8 @@ class EngineCore:
             What is new, and whether the step was idle: requests wait, but none could run.
         """
         if self.adapters is not None:
+            if self.adapters.is_busy:
+                self.before_forward()
             seconds = max(self._last_step_s * _WRITING_SHARE, _MIN_WRITING_S)
             self.adapters.open_step(seconds=seconds)
         outputs: list[EngineOutput] = []
@@ -265,6 +269,7 @@ class EngineCore:
         rows = batch.rows
         if self.adapters is not None:
             self.adapters.manager.set_routing(rows.token_runs, rows.logits_runs)
+        self.before_forward()
         logits = self.model.forward(
             batch.input_ids, batch.position_ids, batch.attention, rows.logits_idx
         )
