@@ -107,6 +107,60 @@ if IS_NATIVE:
             alone = run(weights, x[row : row + 1], y[row : row + 1], slots[row : row + 1])
             assert torch.equal(together[row], alone[0])
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("in_features", [64, 70, 96])
+    @pytest.mark.parametrize("counts", [[1, 1], [2, 16], [17, 15], [33, 100], [64, 0]])
+    def test_pairs_are_added_with_one_rounding_whatever_the_rows_and_ranks(
+        dtype: torch.dtype, in_features: int, counts: list[int]
+    ) -> None:
+        torch.manual_seed(in_features)
+        ranks = [5, 40]
+        weights = make_weights(ranks, dtype, in_features=in_features, max_rank=40)
+        slots = [0] * counts[0] + [1] * counts[1]
+        x, y = make_rows(len(slots), in_features, dtype)
+        found = run(weights, x, y, slots).double()
+        exact, size = y.double(), y.double().abs()
+        for row, slot in enumerate(slots):
+            for p, (begin, end) in enumerate(weights.out_ranges):
+                a, b = (side[p][slot].double() for side in (weights.lora_a, weights.lora_b))
+                v = a @ x[row].double()
+                exact[row, begin:end] += b @ v
+                size[row, begin:end] += b.abs() @ (a.abs() @ x[row].double().abs())
+        # float32 sums; of bfloat16, v with 16 bits and the result with 8.
+        bound = size * (2**-15 if dtype is torch.bfloat16 else 2**-20)
+        if dtype is torch.bfloat16:
+            bound += exact.abs() * 2**-8
+        assert bool(((found - exact).abs() <= bound).all())
+
+    @pytest.mark.parametrize("in_features", [64, 70])
+    def test_a_row_has_the_same_bits_in_segments_of_any_length(in_features: int) -> None:
+        dtype = torch.bfloat16
+        weights = make_weights([3, 40, 16], dtype, in_features=in_features, max_rank=40)
+        x, y = make_rows(120, in_features, dtype)
+        for slot in range(3):
+            alone = [run(weights, x[row : row + 1], y[row : row + 1], [slot]) for row in range(120)]
+            for count in (2, 15, 16, 17, 32, 49, 120):
+                together = run(weights, x[:count], y[:count], [slot] * count)
+                assert torch.equal(together, torch.cat(alone[:count]))
+                scattered = [slot if row % 2 else -1 for row in range(count)]
+                apart = run(weights, x[:count], y[:count], scattered)
+                assert torch.equal(apart[1::2], together[1::2])
+
+    @pytest.mark.parametrize("count", [1, 16, 40])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_numbers_of_other_slots_and_behind_the_rank_are_not_used(
+        count: int, dtype: torch.dtype
+    ) -> None:
+        weights = make_weights([3, 5, 16], dtype, in_features=70, max_rank=40)
+        x, y = make_rows(count, 70, dtype)
+        before = run(weights, x, y, [1] * count)
+        with torch.no_grad():
+            for side in (*weights.lora_a, *weights.lora_b):
+                side[[0, 2]] = torch.nan
+            for a, b in zip(weights.lora_a, weights.lora_b, strict=True):
+                a[1, 5:], b[1, :, 5:] = torch.nan, torch.nan
+        assert torch.equal(before, run(weights, x, y, [1] * count))
+
     def test_a_row_that_is_not_finite_reaches_no_other_row() -> None:
         weights = make_weights([3, 19, 1, 0, 8], torch.bfloat16)
         x = torch.randn(24, 70, dtype=torch.bfloat16)
@@ -207,22 +261,31 @@ if HAS_PRODUCT:
                 product(x)
 
 
-def make_weights(ranks: list[int], dtype: torch.dtype) -> StackedWeights:
+def make_weights(
+    ranks: list[int], dtype: torch.dtype, *, in_features: int = 70, max_rank: int = 19
+) -> StackedWeights:
     """Five slots of a module with slices of 64, 20 and 7; the second slice has no pair."""
     weights = StackedWeights.allocate(
         num_slots=5,
-        max_rank=19,
-        in_features=70,
+        max_rank=max_rank,
+        in_features=in_features,
         out_features=[64, 20, 7],
         dtype=dtype,
         device="cpu",
     )
     for slot, rank in enumerate(ranks):
         if rank:
-            first = torch.randn(rank, 70), torch.randn(64, rank)
-            last = torch.randn(1, 70), torch.randn(7, 1)
+            first = torch.randn(rank, in_features), torch.randn(64, rank)
+            last = torch.randn(1, in_features), torch.randn(7, 1)
             weights.write_slot(slot, [first, None, last])
     return weights
+
+
+def make_rows(
+    count: int, in_features: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of x and y for `make_weights`."""
+    return torch.randn(count, in_features).to(dtype), torch.randn(count, 91).to(dtype)
 
 
 def run(
