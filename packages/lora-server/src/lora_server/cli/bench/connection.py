@@ -1,6 +1,6 @@
 """HTTP for a load test: what it takes to send many requests and to note when each byte arrives.
 
-httpx spends ten times as long on a streamed token, on cores that the client may share with the
+httpx spends five times as long on a streamed token, on cores that the client may share with the
 server it measures. Parsing is httptools', as in the server; the body is handed on as it arrives,
 without a task's turn in between. Knows nothing of events or answers.
 """
