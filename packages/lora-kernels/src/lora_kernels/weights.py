@@ -16,6 +16,7 @@ import torch
 
 from lora_kernels.bounds import SlotBounds
 from lora_kernels.errors import KernelArgumentError, UnsupportedShapeError
+from lora_kernels.slot_memory import slot_memory
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -119,8 +120,8 @@ class StackedWeights:
         a_shape = (max_rank, len(out_features), num_slots, in_features)
         b_shape = (max_rank, num_slots, sum(out_features))
         with torch.inference_mode(mode=False):  # torch counts no writes of inference tensors
-            a_storage = torch.zeros(a_shape, dtype=dtype, device=device)
-            b_storage = torch.zeros(b_shape, dtype=dtype, device=device).transpose(0, 1)
+            a_storage = _zeros(a_shape, dtype, device)
+            b_storage = _zeros(b_shape, dtype, device).transpose(0, 1)
         return cls(a_storage, b_storage, out_features)
 
     @property
@@ -325,3 +326,9 @@ class StackedWeights:
             f"in_features={self.in_features}, out_features={list(self.out_features)}, "
             f"dtype={self.dtype}, device='{self.device}')"
         )
+
+
+def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    if torch.device(device).type == "cpu":
+        return slot_memory().zeros(shape, dtype)
+    return torch.zeros(tuple(shape), dtype=dtype, device=device)
