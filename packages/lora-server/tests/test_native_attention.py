@@ -61,7 +61,7 @@ class Chunks:
         torch.manual_seed(num_heads * width + block_size)
         self.dtype = dtype
         counts = [-(-(context + count) // block_size) for context, count in lengths]
-        order = torch.randperm(sum(counts) + 2)[: sum(counts)].split(counts)
+        order = torch.split(torch.randperm(sum(counts) + 2)[: sum(counts)], counts)
         shape = (sum(counts) + 2, block_size, 2, num_kv_heads, width)
         self.store = torch.full(shape, torch.nan, dtype=dtype)
         self.chunks, row = [], 1
@@ -89,7 +89,8 @@ class Chunks:
 
 def cut(chunk: PrefillChunk, sizes: list[int]) -> list[PrefillChunk]:
     """The same rows in chunks of these sizes, repeated."""
-    parts, done = [], 0
+    parts: list[PrefillChunk] = []
+    done = 0
     while done < chunk.num_tokens:
         count = min(sizes[len(parts) % len(sizes)], chunk.num_tokens - done)
         parts.append(

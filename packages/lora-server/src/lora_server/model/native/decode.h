@@ -107,7 +107,7 @@ class Scorer {
 template <typename T>
 void attend_run(const Decode& d, const T* query, const T* data, float scaling, int64_t b,
                 int64_t run, int64_t first_head, int64_t last_head, float* rows) {
-  static thread_local std::vector<const T*> keys(SEGMENT + LANES);
+  static thread_local std::vector<const T*> keys;
   static thread_local Buffer<float> score_buffer, next_buffer;
   int64_t groups = d.num_heads / d.num_kv_heads, size = Partial::row_size(d.width);
   int64_t num_heads = (last_head - first_head) * groups, offset = d.num_kv_heads * d.width;
@@ -116,12 +116,15 @@ void attend_run(const Decode& d, const T* query, const T* data, float scaling, i
   int64_t begin = d.begin(b) + run * RUN, end = std::min(begin + RUN, d.end(b));
   query += d.row(b) * d.query_row + first_head * groups * d.query_head;
   Scorer<T> scorer(d, query, last_head - first_head);
+  keys.resize(RUN + LANES);
+  find_keys(data, d.blocks + b * d.blocks_per_sequence, d.block_size, d.num_kv_heads, d.width,
+            first_head, begin, end, keys.data());
+  std::fill_n(keys.data() + end - begin, LANES, keys[end - begin - 1]);  // fills up a register
   for (int64_t segment = begin; segment < end; segment += SEGMENT) {
     int64_t count = std::min(SEGMENT, end - segment);
-    find_keys(data, d.blocks + b * d.blocks_per_sequence, d.block_size, d.num_kv_heads, d.width,
-              first_head, segment, segment + count, keys.data());
-    std::fill_n(keys.data() + count, LANES, keys[count - 1]);  // for the last register's lanes
-    Segment<T> part{keys.data(), count, d.width, last_head - first_head, groups, offset};
+    Segment<T> part{keys.data() + segment - begin, count, end - segment, d.width,
+                    last_head - first_head, groups, offset};
+    if (segment == begin) part.fetch(0, part.AHEAD);
     scorer.score(part, scores);
     float* place = segment == begin ? rows : next;
     for (int64_t head = 0; head < num_heads; ++head)

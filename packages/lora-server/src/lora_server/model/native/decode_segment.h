@@ -93,8 +93,9 @@ void in_blocks(int64_t count, F run) {
 
 template <typename T>
 struct Segment {
-  const T* const* keys;  // [count], and as many valid ones as fill up a register
-  int64_t count, width;
+  const T* const* keys;  // [num_known], and as many valid ones as fill up a register
+  int64_t count, num_known;  // keys of the segment; with those of later ones, to be fetched
+  int64_t width;
   int64_t num_kv_heads, groups;  // key heads that are taken; query heads of each
   int64_t offset;                // from a key to its value
 
@@ -103,7 +104,7 @@ struct Segment {
   // scores[head][k] = query of the head . key k; rows of SEGMENT numbers.
   void score(const T* query, int64_t query_head, float* scores) const {
     for (int64_t k = 0; k < count; k += LANES) {
-      fetch(k + AHEAD);
+      fetch(k + AHEAD, k + AHEAD + LANES);
       for (int64_t kv_head = 0; kv_head < num_kv_heads; ++kv_head)
         in_blocks<HEADS>(groups, [&](int64_t g, auto heads) {
           int64_t head = kv_head * groups + g;
@@ -132,14 +133,14 @@ struct Segment {
       });
   }
 
-  // Keys from k on, and their values, are under way.
-  void fetch(int64_t k) const {
+  // Lets the memory send keys `from` to `to` and their values, front to back. To the second level:
+  // the first one's few places for lines on their way would hold up other loads.
+  void fetch(int64_t from, int64_t to) const {
     constexpr int64_t LINE = 64 / sizeof(T);
-    for (int64_t i = k; i < std::min(k + LANES, count); ++i)
-      for (int64_t d = 0; d < num_kv_heads * width; d += LINE) {
-        _mm_prefetch((const char*)(keys[i] + d), _MM_HINT_T0);
-        _mm_prefetch((const char*)(keys[i] + offset + d), _MM_HINT_T1);
-      }
+    for (int64_t i = from; i < std::min(to, num_known); ++i)
+      for (int64_t part = 0; part <= offset; part += offset)
+        for (int64_t d = 0; d < num_kv_heads * width; d += LINE)
+          _mm_prefetch((const char*)(keys[i] + part + d), _MM_HINT_T1);
   }
 
   static constexpr int64_t AHEAD = 2 * LANES;  // keys that are fetched before they are needed
