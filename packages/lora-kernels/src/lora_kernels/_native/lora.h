@@ -8,9 +8,9 @@
 
 #include <type_traits>
 
-#include "lora_plan.h"
+#include "lora_expand.h"
 #include "lora_rows.h"
-#include "lora_tiles.h"
+#include "lora_shrink.h"
 
 namespace lora {
 
