@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import statistics
 import sys
@@ -79,6 +80,7 @@ class Bench:
         for seed, folder in enumerate(found.values()):
             if not folder.exists():
                 self.model.save_adapter(folder, rank=rank, seed=seed)
+        os.sync()  # else the system writes them while something is measured
         return found
 
     def flags(self, adapters: dict[str, Path]) -> list[str]:
