@@ -1,4 +1,4 @@
-"""SlotBounds: every number beyond the limit is noticed, however it came into a slot."""
+"""What is known of slots: numbers beyond the limit are noticed, and nothing old is left behind."""
 
 from __future__ import annotations
 
@@ -79,3 +79,18 @@ def test_nothing_is_claimed_of_tensors_whose_writes_torch_does_not_count() -> No
         weights = StackedWeights(a_storage, b_storage, (5,))
 
     assert not weights.bounds.are_moderate()
+
+
+def test_emptying_a_slot_leaves_zeros_whatever_was_written_and_however() -> None:
+    weights = two_slots()
+    weights.write_slot(0, [None, (torch.ones(2, 10), torch.ones(5, 2))])
+    assert not weights.a_storage[2:, :, 0].any()
+    assert not weights.a_storage[:, 0, 0].any()
+    assert not weights.b_storage[0, 2:].any()
+    # Through a view, beyond the ranks that the slots were known to hold.
+    weights.lora_a[0][0, -1] = 5.0
+    weights.lora_b[0][1, :, -1] = 5.0
+    for slot in (0, 1):
+        weights.reset_slot(slot)
+        assert not weights.a_storage[:, :, slot].any()
+        assert not weights.b_storage[slot].any()

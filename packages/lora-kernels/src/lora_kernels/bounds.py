@@ -1,4 +1,4 @@
-"""SlotBounds: whether all slots hold moderate numbers only, so that zero times any of them is zero.
+"""What is known of slots without looking: how far they are written, whether numbers are moderate.
 
 Products over all slots with a mask are fewer and larger than products over the slots in use, but
 zero times NaN or infinity is NaN: one adapter's broken numbers would reach another's tokens.
@@ -22,11 +22,46 @@ LIMIT = 2.0**60
 """Largest moderate number: a product with an activation below `2**60` stays finite in bfloat16."""
 
 
+class WrittenRanks:
+    """How many leading ranks of each slot may hold anything but zeros.
+
+    Emptying a slot of a small adapter need not touch what a larger one would have taken. After a
+    write through a view, which torch counts, every rank may hold something.
+    """
+
+    def __init__(self, a_storage: Tensor, b_storage: Tensor) -> None:
+        """Watch the storages `[R, P, N, I]` and `[N, R, sum O_p]`, whatever they hold."""
+        self._storages = (a_storage, b_storage)
+        self._max_rank = a_storage.shape[0]
+        self._is_watched = not a_storage.is_inference()  # inference tensors have no version
+        self._ranks: dict[int, int] = {}
+        """Slot -> ranks; all of a slot that is not named."""
+        self._seen: tuple[int, int] | None = None
+
+    def of(self, slot: int) -> int:
+        """Return the ranks of a slot outside of which it is zero."""
+        if self._seen is None or self._seen != self._versions():
+            self._ranks.clear()
+        return self._ranks.get(slot, self._max_rank)
+
+    def note(self, slot: int, rank: int) -> None:
+        """Record that a slot was just given this many ranks, with zeros behind them."""
+        self._ranks[slot] = rank
+        self._seen = self._versions()
+
+    def _versions(self) -> tuple[int, int] | None:
+        if not self._is_watched:
+            return None
+        a, b = self._storages
+        return a._version, b._version  # noqa: SLF001 - torch has no other name
+
+
 class SlotBounds:
     """Knows whether all slots are moderate, from looking at each once after it was written.
 
     The first question looks at every slot, and so does one after somebody wrote through a view,
-    without `rewriting`: torch counts the writes to a storage.
+    without `rewriting`: torch counts the writes to a storage. Others look at what was rewritten
+    since: who never asks pays nothing.
     """
 
     def __init__(self, a_storage: Tensor, b_storage: Tensor) -> None:
@@ -36,6 +71,8 @@ class SlotBounds:
         # version: nothing is known of them.
         self._is_watched = a_storage.device.type == "cpu" and not a_storage.is_inference()
         self._immoderate: set[int] = set()
+        self._unseen: dict[int, int] = {}
+        """Slot -> rank of what was rewritten and not looked at yet."""
         self._seen: tuple[int, int] | None = None
 
     def are_moderate(self) -> bool:
@@ -48,6 +85,10 @@ class SlotBounds:
             slots = range(num_slots)
             self._immoderate = {slot for slot in slots if not self._is_moderate(slot, max_rank)}
             self._seen = versions
+        else:
+            unseen = self._unseen.items()
+            self._immoderate |= {slot for slot, rank in unseen if not self._is_moderate(slot, rank)}
+        self._unseen.clear()
         return not self._immoderate
 
     @contextmanager
@@ -58,8 +99,7 @@ class SlotBounds:
         if not self._is_watched:
             return
         self._immoderate.discard(slot)
-        if not self._is_moderate(slot, rank):
-            self._immoderate.add(slot)
+        self._unseen[slot] = rank
         if nothing_else_wrote:
             self._seen = self._versions()
 

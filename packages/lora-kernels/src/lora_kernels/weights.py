@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from lora_kernels.bounds import SlotBounds
+from lora_kernels.bounds import SlotBounds, WrittenRanks
 from lora_kernels.errors import KernelArgumentError, UnsupportedShapeError
 from lora_kernels.slot_memory import slot_memory
 
@@ -81,6 +81,7 @@ class StackedWeights:
         self._first_ranks: dict[int, Pair] = {}
         self._slot_factors: dict[tuple[int, int], Pair] = {}
         self.bounds = SlotBounds(a_storage, b_storage)
+        self._written = WrittenRanks(a_storage, b_storage)
 
     @classmethod
     def allocate(
@@ -122,7 +123,10 @@ class StackedWeights:
         with torch.inference_mode(mode=False):  # torch counts no writes of inference tensors
             a_storage = _zeros(a_shape, dtype, device)
             b_storage = _zeros(b_shape, dtype, device).transpose(0, 1)
-        return cls(a_storage, b_storage, out_features)
+        weights = cls(a_storage, b_storage, out_features)
+        for slot in range(num_slots):
+            weights._written.note(slot, 0)
+        return weights
 
     @property
     def dtype(self) -> torch.dtype:
@@ -266,6 +270,7 @@ class StackedWeights:
                 if pair is not None:
                     self.lora_a[i][slot, : ranks[i]].copy_(pair[0])
                     self.lora_b[i][slot, :, : ranks[i]].copy_(pair[1])
+        self._written.note(slot, max(ranks))
         self.slot_ranks[slot] = ranks
         self._kind = None
         for i, rank in enumerate(self.slot_ranks[slot]):
@@ -288,9 +293,11 @@ class StackedWeights:
         self.slot_ranks[slot] = (0,) * self.num_slices
         self.slot_table[slot] = 0
         self._kind = None
+        written = self._written.of(slot)
         with self.bounds.rewriting(slot, 0):
-            self.a_storage[:, :, slot].zero_()
-            self.b_storage[slot].zero_()
+            self.a_storage[:written, :, slot].zero_()
+            self.b_storage[slot, :written].zero_()
+        self._written.note(slot, 0)
         if self.affine is not None:
             self.affine[0, slot] = 1
             self.affine[1, slot] = 0
