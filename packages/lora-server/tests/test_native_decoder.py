@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -185,9 +185,25 @@ class Served:
                 name = f"base_model.model.{path}.lora_{{}}.weight"
                 a, b = (factors[name.format(letter)].bfloat16().double() for letter in "AB")
                 scaling = scale * config["lora_alpha"] / config["r"]
-                merged.get_submodule(path).weight += scaling * (b @ a)
+                module = merged.get_submodule(path)
+                module.weight += scaling * (b @ a)
+                bias = factors.get(f"base_model.model.{path}.lora_B.bias")
+                if bias is not None:
+                    module.bias = nn.Parameter(scaling * bias.bfloat16().double())
         logits: torch.Tensor = merged(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
         return logits
+
+
+def write_with_bias(folder: Path, path: str) -> Path:
+    """Write an adapter with `lora_bias`, large in one module and zero in the others."""
+    write_adapter(folder, MODULES, r=4, seed=9, std=0.08, lora_bias=True)
+    weights = folder / "adapter_model.safetensors"
+    factors = load_file(weights)
+    for module, (_, out) in MODULES.items():
+        bias = torch.full((out,), 0.5 if module == path else 0.0)
+        factors[f"base_model.model.{module}.lora_B.bias"] = bias
+    save_file(factors, weights)
+    return folder
 
 
 def blocks_of(sequence: int) -> list[int]:
@@ -307,6 +323,23 @@ if has_tiles():
             row = Row(sequence=0, adapters=((key, 1.0),), context=0, tokens=prompt)
             check(served.step([row])[0], served.expected(row.adapters, prompt))
         assert served.stack.num_calls == before + 4
+
+    def test_an_adapter_with_a_bias_takes_only_its_own_steps_out_of_the_kernel(
+        tmp_path: Path,
+    ) -> None:
+        served = Served(FUSED["llama"], tmp_path, max_loras=3)
+        served.add("c", write_with_bias(tmp_path / "c", "model.layers.0.self_attn.q_proj"))
+        prompt = tokens(9, 1)
+        plain, biased = (
+            Row(sequence=i, adapters=((key, 1.0),), context=0, tokens=prompt)
+            for i, key in enumerate("ac")
+        )
+        before = served.stack.num_calls
+        for logits, row in zip(served.step([plain, biased]), (plain, biased), strict=True):
+            check(logits, served.expected(row.adapters, prompt))
+        assert served.stack.num_calls == before
+        check(served.step([plain])[0], served.expected(plain.adapters, prompt))
+        assert served.stack.num_calls == before + 1
 
     def test_a_row_that_is_not_finite_reaches_no_other_sequence(tmp_path: Path) -> None:
         served = Served(FUSED["llama"], tmp_path)

@@ -80,9 +80,12 @@ def lora_addresses(
     """Return where `lora::Module` and `lora::Step` are, for kernels that add the pairs themselves.
 
     They stay there while `weights` and `routing` live. None where the pairs are not all that a slot
-    adds, or where the kernel does not take them: see `can_apply`.
+    of the step adds, or where the kernel does not take them: see `can_apply`.
     """
-    if weights.affine is not None or _wanted(weights, routing)[0] is not dtype:
+    more = weights.gain_slots | weights.bias_slots
+    if more and any(segment.slot in more for segment in routing.segments):
+        return None
+    if _wanted(weights, routing)[0] is not dtype:
         return None
     return module_table(weights)[0], step_table(routing)[0]
 

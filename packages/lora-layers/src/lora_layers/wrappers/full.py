@@ -35,11 +35,6 @@ class FullModules:
         self._device = device
         self._by_slot: dict[int, tuple[FullModule | None, ...]] = {}
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no slot holds any."""
-        return not self._by_slot
-
     def write(self, slot: int, fulls: Sequence[FullModule | None]) -> None:
         """Hold the replacements of a slot, `P` of them or none."""
         self._by_slot.pop(slot, None)

@@ -50,15 +50,12 @@ class LinearParts:
         routing = stack.cell.active
         if routing is None or stack.is_idle:
             return _NOTHING
-        is_usual = (
-            isinstance(routing, Routing)
-            and routing.num_tokens == num_rows
-            and stack.backend is Backend.NATIVE
-            and stack.fulls.is_empty
-        )
-        if not is_usual:
+        is_right = isinstance(routing, Routing) and routing.num_tokens == num_rows
+        if not is_right or stack.backend is not Backend.NATIVE:
             return None
         assert isinstance(routing, Routing)
+        if stack.fulls.touched(routing):
+            return None
         return lora_addresses(stack.weights, routing, torch.bfloat16)
 
 
