@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-from lora_kernels import Routing, build_routing
+import lora_kernels as kernels
+from lora_kernels import Routing
 
 if TYPE_CHECKING:
     import torch
@@ -160,22 +161,8 @@ def route_runs(
     Raises:
         KernelArgumentError: a scale is not finite.
     """
-    token_idx: list[int] = []
-    entry_slots: list[int] = []
-    scales: list[float] = []
-    start = 0
-    for run in runs:
-        end = start + run.num_rows
-        for key, scale in run.adapters:
-            token_idx += range(start, end)
-            entry_slots += [slots[key]] * run.num_rows
-            scales += [scale] * run.num_rows
-        start = end
-    return build_routing(
-        token_idx=token_idx,
-        slots=entry_slots,
-        scales=scales,
-        num_tokens=start,
+    return kernels.route_runs(
+        [(run.num_rows, [(slots[key], scale) for key, scale in run.adapters]) for run in runs],
         num_slots=num_slots,
         device=device,
     )

@@ -101,30 +101,6 @@ inline void fetch(const bf16* place) {
   _mm_prefetch((const char*)place + AHEAD, _MM_HINT_T0);
 }
 
-// rows[i][j] -> rows[j][i]
-inline void transpose(__m512i* rows) {
-  __m512i pairs[16], fours[16];
-  for (int i = 0; i < 16; i += 2) {
-    pairs[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
-    pairs[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
-  }
-  for (int i = 0; i < 16; i += 4)
-    for (int j = 0; j < 2; ++j) {
-      fours[i + 2 * j] = _mm512_unpacklo_epi64(pairs[i + j], pairs[i + j + 2]);
-      fours[i + 2 * j + 1] = _mm512_unpackhi_epi64(pairs[i + j], pairs[i + j + 2]);
-    }
-  for (int j = 0; j < 4; ++j) {
-    __m512i low = _mm512_shuffle_i32x4(fours[j], fours[4 + j], 0x88);
-    __m512i high = _mm512_shuffle_i32x4(fours[j], fours[4 + j], 0xdd);
-    __m512i low2 = _mm512_shuffle_i32x4(fours[8 + j], fours[12 + j], 0x88);
-    __m512i high2 = _mm512_shuffle_i32x4(fours[8 + j], fours[12 + j], 0xdd);
-    rows[j] = _mm512_shuffle_i32x4(low, low2, 0x88);
-    rows[8 + j] = _mm512_shuffle_i32x4(low, low2, 0xdd);
-    rows[4 + j] = _mm512_shuffle_i32x4(high, high2, 0x88);
-    rows[12 + j] = _mm512_shuffle_i32x4(high, high2, 0xdd);
-  }
-}
-
 #else
 
 inline bool is_available() { return false; }

@@ -63,6 +63,31 @@ inline __m512 rounded<bf16>(__m512 value) {
   return widened((__m256i)_mm512_cvtneps_pbh(value));
 }
 
+// Sixteen registers of sixteen 32-bit numbers: rows[i][j] -> rows[j][i]
+inline void transpose(__m512i* rows) {
+  __m512i pairs[16], fours[16];
+  for (int i = 0; i < 16; i += 2) {
+    pairs[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
+    pairs[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4)
+    for (int j = 0; j < 2; ++j) {
+      fours[i + 2 * j] = _mm512_unpacklo_epi64(pairs[i + j], pairs[i + j + 2]);
+      fours[i + 2 * j + 1] = _mm512_unpackhi_epi64(pairs[i + j], pairs[i + j + 2]);
+    }
+  // Now fours[4 a + j] holds columns j, 4 + j, 8 + j, 12 + j of rows 4 a to 4 a + 3.
+  for (int j = 0; j < 4; ++j) {
+    __m512i low = _mm512_shuffle_i32x4(fours[j], fours[4 + j], 0x88);
+    __m512i high = _mm512_shuffle_i32x4(fours[j], fours[4 + j], 0xdd);
+    __m512i low2 = _mm512_shuffle_i32x4(fours[8 + j], fours[12 + j], 0x88);
+    __m512i high2 = _mm512_shuffle_i32x4(fours[8 + j], fours[12 + j], 0xdd);
+    rows[j] = _mm512_shuffle_i32x4(low, low2, 0x88);
+    rows[8 + j] = _mm512_shuffle_i32x4(low, low2, 0xdd);
+    rows[4 + j] = _mm512_shuffle_i32x4(high, high2, 0x88);
+    rows[12 + j] = _mm512_shuffle_i32x4(high, high2, 0xdd);
+  }
+}
+
 // The part of `total` pieces of work that falls to this thread of a team.
 struct Share {
   int64_t begin, end;

@@ -6,7 +6,7 @@
 
 #include "exponential.h"
 #include "store.h"
-#include "transpose.h"
+#include "combine.h"
 
 namespace attention {
 

@@ -6,7 +6,7 @@
 #pragma once
 
 #include "store.h"
-#include "transpose.h"
+#include "combine.h"
 
 namespace attention {
 

@@ -7,7 +7,7 @@
 
 #include "store.h"
 #include "tiles.h"
-#include "transpose.h"
+#include "combine.h"
 
 namespace attention {
 
