@@ -31,7 +31,7 @@ _NORMS = ("input", "inner", "query", "key")
 
 
 class _Layer(ctypes.Structure):
-    """`Layer` of decoder.cpp."""
+    """`Layer` of decoder_layer.h."""
 
     _fields_ = (
         ("projections", PackedFields * 4),

@@ -36,7 +36,7 @@ class _Chunk(ctypes.Structure):
 
 
 class _Step(ctypes.Structure):
-    """`Step` of decoder.cpp."""
+    """`Step` of decoder_layer.h."""
 
     _fields_ = (
         ("num_rows", ctypes.c_int64),
