@@ -80,6 +80,12 @@ struct Scratch {
     attended.reserve(rows * l.projections[1].num_in);
     inner.reserve(rows * l.projections[3].num_in);
   }
+
+  // What one thread works out before all of a team run a layer.
+  void plan(const Layer& l, const Step& s) {
+    for (int p = 0; p < 4; ++p)
+      if (l.slots[p]) plans[p].make(*l.slots[p], *s.routing);
+  }
 };
 
 struct Call {
