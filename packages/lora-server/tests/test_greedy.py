@@ -6,9 +6,27 @@ import numpy as np
 import pytest
 import torch
 
-from lora_server.engine.greedy import find_largest
+from lora_kernels.native import why_not_native
+from lora_server.engine.greedy import Largest
+from lora_server.engine.greedy import find_largest as find_largest_with
+from lora_server.model.native.kernels import LayerKernels, load_layer_kernels
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def find_largest(logits: torch.Tensor) -> Largest:
+    """Find the largest without native kernels and, where there are any, with them."""
+    found = find_largest_with(logits)
+    kernels = native_kernels(logits.dtype)
+    if kernels is not None:
+        native = find_largest_with(logits, kernels)
+        assert native.is_finite == found.is_finite
+        assert native.token_ids == found.token_ids or not found.is_finite
+    return found
+
+
+def native_kernels(dtype: torch.dtype) -> LayerKernels | None:
+    return load_layer_kernels(dtype) if why_not_native() is None else None
 
 
 def first_largest(logits: torch.Tensor) -> list[int]:
@@ -18,9 +36,10 @@ def first_largest(logits: torch.Tensor) -> list[int]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shift", [0.0, 50.0, -50.0])
-def test_finds_the_first_of_the_largest(dtype: torch.dtype, shift: float) -> None:
+@pytest.mark.parametrize("width", [301, 4096])
+def test_finds_the_first_of_the_largest(dtype: torch.dtype, shift: float, width: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    logits = (torch.randn(7, 301, generator=generator) + shift).to(dtype)
+    logits = (torch.randn(7, width, generator=generator) + shift).to(dtype)
 
     found = find_largest(logits)
 

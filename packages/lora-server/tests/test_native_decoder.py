@@ -31,6 +31,7 @@ from lora_server.model.attention_step import AttentionStep, DecodeGroup, Prefill
 from lora_server.model.families import PACKED_MODULES
 from lora_server.model.kv_cache import KvCache
 from lora_server.model.native.decoder import DecoderLayer, DecoderStack
+from lora_server.model.native.forward import NativeForward
 from lora_server.model.native.fuse import fuse_layers
 from lora_server.model.native.kernels import load_layer_kernels
 from lora_server.model.native.layers import use_native_layers
@@ -262,7 +263,7 @@ if has_tiles():
         served: Served,
     ) -> None:
         assert served.num_fused == LAYERS
-        assert served.stack.is_whole
+        assert isinstance(served.model.forward, NativeForward)
         prompts = [tokens(count, seed) for seed, count in enumerate((19, 30, 3))]
         exact = [served.expected(use, prompt) for use, prompt in zip(USES, prompts, strict=True)]
         before = served.stack.num_calls
@@ -370,7 +371,7 @@ if has_tiles():
     ) -> None:
         served = Served(FUSED["llama"], tmp_path, kind=Swollen)
         assert served.num_fused == LAYERS
-        assert not served.stack.is_whole
+        assert not isinstance(served.model.forward, NativeForward)
         before = served.stack.num_calls
         prompt = tokens(12, 2)
         row = Row(sequence=0, adapters=(("a", 1.0),), context=0, tokens=prompt)

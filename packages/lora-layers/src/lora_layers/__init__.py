@@ -23,11 +23,12 @@ from lora_layers.manager import LoraModelManager
 from lora_layers.memory import StackForm, StackMemory
 from lora_layers.placement import WrittenSlot
 from lora_layers.step import RowRun
-from lora_layers.wrappers.parts import LinearParts, linear_parts
+from lora_layers.wrappers.parts import EmbeddingParts, LinearParts, embedding_parts, linear_parts
 
 __all__ = [
     "AdapterMismatchError",
     "AdapterNotActiveError",
+    "EmbeddingParts",
     "InferenceOnlyError",
     "LayerConfigError",
     "LayerError",
@@ -44,5 +45,6 @@ __all__ = [
     "UnsupportedModuleError",
     "WrapReport",
     "WrittenSlot",
+    "embedding_parts",
     "linear_parts",
 ]

@@ -1,6 +1,6 @@
-"""LinearParts: what a wrapped linear module is made of, for kernels that compute whole layers.
+"""LinearParts, EmbeddingParts: what wrapped modules are made of, for kernels that do more at once.
 
-Letters: `T` rows, `I` in, `O` out.
+Letters: `T` rows, `I` in, `O` out, `V` vocabulary, `D` embedding width.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from lora_kernels import Backend, Routing
 from lora_kernels.native import PackedProduct, lora_addresses
+from lora_layers.wrappers.embedding import LoraEmbedding
 from lora_layers.wrappers.linear import LoraLinear
 from lora_layers.wrappers.packed import PackedMember
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from torch import nn
 
     from lora_layers.wrappers.base import SlotStack
 
@@ -75,3 +75,32 @@ def linear_parts(modules: Sequence[nn.Module]) -> LinearParts | None:
     if found is None or not isinstance(found[0], PackedProduct):
         return None
     return LinearParts(found[0], found[1])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EmbeddingParts:
+    """The table of an embedding, and its slots."""
+
+    weight: torch.Tensor
+    """`[V, D]`, rows contiguous."""
+    stack: SlotStack | None
+    """What the adapters add; None of a module that is not wrapped."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the module gives rows of the table, to which the step's adapters add nothing."""
+        stack = self.stack
+        return stack is None or stack.cell.active is None or stack.is_idle
+
+
+def embedding_parts(module: nn.Module) -> EmbeddingParts | None:
+    """Return the parts of an embedding, wrapped or not; None where it does more than look up."""
+    is_wrapped = type(module) is LoraEmbedding
+    base = module.base_layer if is_wrapped else module
+    if type(base) is not nn.Embedding or base.max_norm is not None:
+        return None
+    if any(part._forward_hooks or part._forward_pre_hooks for part in (module, base)):  # noqa: SLF001
+        return None
+    if not base.weight.is_contiguous():
+        return None
+    return EmbeddingParts(base.weight, module.stack if is_wrapped else None)

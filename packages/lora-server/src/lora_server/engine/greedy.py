@@ -1,7 +1,8 @@
 """The largest logit of each row, and whether all of them are numbers. `B` rows, `V` vocabulary.
 
 torch's `max` over rows of bfloat16 converts each element by itself: on a CPU numpy finds the same
-ones among the bits in a fifth of the time, since it compares integers.
+ones among the bits in a fifth of the time, since it compares integers. A native kernel, which looks
+at each number once, takes a tenth of numpy's.
 """
 # ruff: noqa: N803, N806 -- tensors carry their axes as a suffix
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import Tensor
+
+    from lora_server.model.native.kernels import LayerKernels
 
 _INFINITY: Final[Mapping[torch.dtype, int]] = MappingProxyType(
     {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
@@ -34,16 +37,27 @@ class Largest(NamedTuple):
     """Whether no element is NaN and no row's largest one is infinite."""
 
 
-def find_largest(logits_BV: Tensor) -> Largest:
+def find_largest(logits_BV: Tensor, kernels: LayerKernels | None = None) -> Largest:
     """Find the first of each row's largest numbers.
 
     Args:
         logits_BV: at least one row, any floating dtype, `[B, V]`.
+        kernels: native ones, for logits of their dtype.
     """
+    if kernels is not None and kernels.dtype is logits_BV.dtype and logits_BV.stride(1) == 1:
+        return _by_kernel(logits_BV, kernels)
     infinity = _INFINITY.get(logits_BV.dtype)
     if infinity is None or logits_BV.device.type != "cpu":
         return _by_value(logits_BV)
     return _by_bits(logits_BV, infinity)
+
+
+def _by_kernel(logits_BV: Tensor, kernels: LayerKernels) -> Largest:
+    places_B = torch.empty(logits_BV.shape[0], dtype=torch.int64)
+    is_finite = kernels.find_largest(
+        logits_BV.data_ptr(), logits_BV.stride(0), *logits_BV.shape, places_B.data_ptr()
+    )
+    return Largest(places_B.tolist(), bool(is_finite))
 
 
 def _by_value(logits_BV: Tensor) -> Largest:

@@ -286,7 +286,7 @@ class EngineCore:
             return {}
         if len(sequences) != logits.shape[0]:
             logits = logits[list(rows.sampled_idx)]
-        largest = find_largest(logits)
+        largest = find_largest(logits, self.model.attention.kernels)
         if not largest.is_finite:
             raise EngineError("the model's output is not a finite number")
         sampled = dict(zip(sequences, map(SampledToken, largest.token_ids), strict=True))

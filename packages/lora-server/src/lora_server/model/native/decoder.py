@@ -1,4 +1,4 @@
-"""DecoderStack: decoder layers of Llama's form in one native call, in bfloat16 on CPUs with AMX.
+"""DecoderStack: decoder layers of Llama's form as native kernels, in bfloat16 on CPUs with AMX.
 
 What a step needs beyond it (weighted sets of adapters, gains, weights of an adapter's own) goes
 through the layers' own forward, whose parts have fast forms of their own.
@@ -64,12 +64,10 @@ class DecoderStack:
         """
         self.hidden_width = layers[0].projections[0].product.in_features
         """`D`."""
-        self.is_whole = False
-        """Whether the layers follow each other, with nothing between them."""
+        self.head_width = layers[0].head_width
+        """`W`."""
         self.num_calls = 0
-        """Calls of the kernel."""
-        self.result: torch.Tensor | None = None
-        """What all layers gave, while those after the first have not been called."""
+        """Calls of a kernel."""
         self._layers = tuple(layers)
         self._cell = cell
         self._attention = attention
@@ -77,7 +75,6 @@ class DecoderStack:
         self._fields = (_Layer * len(layers))()
         self._addresses = [ctypes.addressof(fields) for fields in self._fields]
         self._step = StepTable()
-        self._width = layers[0].head_width
         # What the fields were filled for.
         self._cache: KvCache | None = None
         self._routing: Routing | NoRouting | None = None
@@ -85,13 +82,17 @@ class DecoderStack:
         self._are_possible: list[bool] = []
         self._routing_address = 0
 
+    def __len__(self) -> int:
+        """Count the layers."""
+        return len(self._layers)
+
     def run(
         self,
         index: int,
         hidden_states: torch.Tensor,
         angles: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor | None:
-        """Run layer `index`, or all of them where it is the first and they can run together.
+        """Run one layer.
 
         Args:
             index: of the layer.
@@ -101,28 +102,51 @@ class DecoderStack:
         Returns:
             `[1, T, D]`; None for what the kernel does not take.
         """
-        cache, step = self._attention.cache, self._attention.step
         num_rows = hidden_states.shape[1]
-        if cache is None or step is None or hidden_states.shape != (1, num_rows, self.hidden_width):
+        if hidden_states.shape != (1, num_rows, self.hidden_width):
+            return None
+        addresses = self.addresses(num_rows, angles, index=index)
+        if addresses is None:
+            return None
+        states = hidden_states.contiguous()
+        out = torch.empty_like(states)
+        layer, table = addresses
+        self._run(layer, 1, table, states.data_ptr(), out.data_ptr())
+        self.num_calls += 1
+        return out
+
+    def addresses(
+        self,
+        num_rows: int,
+        angles: tuple[torch.Tensor, torch.Tensor] | None = None,
+        *,
+        index: int | None = None,
+    ) -> tuple[int, int] | None:
+        """Return where the kernels find the layers and the step, until the next one.
+
+        Args:
+            num_rows: `T`.
+            angles: cosines and sines of the rotary embedding; None where the kernel has its own.
+            index: the layer that will run; None for all of them.
+
+        Returns:
+            Addresses of the (first) layer and of the step; None for a step that the kernels do not
+            take.
+        """
+        cache, step = self._attention.cache, self._attention.step
+        if cache is None or step is None:
             return None
         if cache is not self._cache:
             self._fill(cache)
         if self._cell.active is not self._routing or self._cell.num_writes != self._num_writes:
             self._find_slots(num_rows)
-        count = len(self._layers) if self.is_whole and not index else 1
-        if not all(self._are_possible[index : index + count]):
+        is_possible = all(self._are_possible) if index is None else self._are_possible[index]
+        if not is_possible:
             return None
         table = self._step.address(
-            step, num_rows, angles, width=self._width, routing=self._routing_address
+            step, num_rows, angles, width=self.head_width, routing=self._routing_address
         )
-        if table is None:
-            return None
-        states = hidden_states.contiguous()
-        out = torch.empty_like(states)
-        self._run(self._addresses[index], count, table, states.data_ptr(), out.data_ptr())
-        self.num_calls += 1
-        self.result = out if count > 1 else None
-        return out
+        return None if table is None else (self._addresses[index or 0], table)
 
     def _fill(self, cache: KvCache) -> None:
         for fields, parts in zip(self._fields, self._layers, strict=True):
@@ -172,8 +196,6 @@ class DecoderLayer:
     ) -> torch.Tensor:
         """Map the rows; all arguments are those of transformers' decoder layers."""
         stack = self.stack
-        if self.index and hidden_states is stack.result:
-            return hidden_states  # the first layer's call ran this one too
         if position_embeddings is not None and not arguments:
             out = stack.run(self.index, hidden_states, position_embeddings)
             if out is not None:

@@ -66,7 +66,7 @@ class StepTable:
         self,
         step: AttentionStep,
         num_rows: int,
-        angles: tuple[torch.Tensor, torch.Tensor],
+        angles: tuple[torch.Tensor, torch.Tensor] | None,
         *,
         width: int,
         routing: int,
@@ -76,27 +76,27 @@ class StepTable:
         Args:
             step: which row belongs to which sequence.
             num_rows: `T`.
-            angles: cosines and sines, `[1, T, W]` bfloat16 each.
+            angles: cosines and sines, `[1, T, W]` bfloat16 each; None leaves them out.
             width: `W`.
             routing: address of `lora::Step`; 0 where no adapter adds anything.
 
         Returns:
             None where the rotary embedding is none that the kernel takes.
         """
-        if step is not self._step or angles[0] is not self._cosine:
-            self._is_possible = _are_plain(angles, num_rows, width)
+        cosine = None if angles is None else angles[0]
+        if step is not self._step or cosine is not self._cosine:
+            self._is_possible = angles is None or _are_plain(angles, num_rows, width)
             if self._is_possible:
                 self._fill(step, num_rows, angles)
-            self._step, self._cosine = step, angles[0]
+            self._step, self._cosine = step, cosine
         if not self._is_possible:
             return None
         self._fields.routing = routing or None
         return self._address
 
     def _fill(
-        self, step: AttentionStep, num_rows: int, angles: tuple[torch.Tensor, torch.Tensor]
+        self, step: AttentionStep, num_rows: int, angles: tuple[torch.Tensor, torch.Tensor] | None
     ) -> None:
-        cosine, sine = (part.contiguous() for part in angles)
         groups = (_Group * len(step.decode))()
         for group, decode in zip(groups, step.decode, strict=True):
             group.num_sequences = decode.num_sequences
@@ -112,11 +112,14 @@ class StepTable:
             chunk.blocks = prefill.blocks.data_ptr()
         fields = self._fields
         fields.num_rows = num_rows
-        fields.cosine, fields.sine = cosine.data_ptr(), sine.data_ptr()
+        self._held = [groups, chunks, step]
+        if angles is not None:
+            cosine, sine = (part.contiguous() for part in angles)
+            fields.cosine, fields.sine = cosine.data_ptr(), sine.data_ptr()
+            self._held += [cosine, sine]
         fields.token_slots = step.token_slots.data_ptr()
         fields.groups, fields.num_groups = ctypes.addressof(groups), len(groups)
         fields.chunks, fields.num_chunks = ctypes.addressof(chunks), len(chunks)
-        self._held = [cosine, sine, groups, chunks, step]
 
 
 def _are_plain(angles: tuple[torch.Tensor, torch.Tensor], num_rows: int, width: int) -> bool:

@@ -1,4 +1,4 @@
-"""Gives decoder layers their fast form, where it computes what they do.
+"""Gives decoder layers, and models of them, their fast form, where it computes what they do.
 
 Letters: `T` rows, `D` hidden width, `W` head width.
 """
@@ -19,6 +19,7 @@ from lora_server.model.kv_cache import KvCache
 
 from .decoder import DecoderLayer, DecoderStack
 from .decoder_parts import can_fuse, find_parts
+from .forward import NativeForward, find_model_parts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,17 +30,15 @@ if TYPE_CHECKING:
 
     from .decoder_parts import LayerParts
 
-_ARGUMENTS: list[Any] = [
-    ctypes.c_void_p,
-    ctypes.c_int64,
-    ctypes.c_void_p,
-    ctypes.c_void_p,
-    ctypes.c_void_p,
-]
+_POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
+_LAYERS_ARGUMENTS: list[Any] = [_POINTER, _SIZE, _POINTER, _POINTER, _POINTER]
+_MODEL_ARGUMENTS: list[Any] = [_POINTER, _POINTER, _SIZE, _POINTER, _POINTER, _POINTER]
 _log = logging.getLogger(__name__)
 
 _BLOCK_SIZE = 16
 _NUM_BLOCKS = 8
+_FIRST_PLACE = 50
+"""Before the first position of the example: its angles differ enough to be told apart."""
 _TOLERANCE = 0.03
 """Of the largest number: sums in another order, rounded to bfloat16 some ten times."""
 
@@ -49,8 +48,8 @@ def fuse_layers(model: nn.Module, attention: PagedAttention, dtype: torch.dtype)
     """Run decoder layers as native kernels, where they have that form. Call it after LoRA is in.
 
     Each layer's fast form is kept only where it agrees with the layer's own forward on random
-    numbers. All of a model's run in one call where that agrees with the model's own forward too:
-    then nothing happens between them.
+    numbers. The model's own forward gets one too, which runs all layers in one call with what is
+    around them, where both give the same bits.
 
     Args:
         model: on the CPU, with the fast forms of `use_native_layers`.
@@ -68,8 +67,9 @@ def fuse_layers(model: nn.Module, attention: PagedAttention, dtype: torch.dtype)
     cells = {id(part.stack.cell) for _, parts in found for part in parts.projections}
     if not found or len(cells) > 1 or len({parts.head_width for _, parts in found}) > 1:
         return 0
-    run = load_library([Path(__file__).parent / "decoder.cpp"]).decoder_layers
-    run.argtypes, run.restype = _ARGUMENTS, None
+    library = load_library([Path(__file__).parent / "decoder.cpp"])
+    run = library.decoder_layers
+    run.argtypes, run.restype = _LAYERS_ARGUMENTS, None
     cell = found[0][1].projections[0].stack.cell
     example = _Example(attention)
     agreeing = [
@@ -82,10 +82,26 @@ def fuse_layers(model: nn.Module, attention: PagedAttention, dtype: torch.dtype)
     stack = DecoderStack([parts for _, parts in agreeing], cell, attention, run)
     for index, (layer, _) in enumerate(agreeing):
         layer.forward = DecoderLayer(stack, index, layer.forward)
-    stack.is_whole = len(agreeing) == len(attention.seen) and example.is_whole(model, stack)
-    how = "in one call" if stack.is_whole else "each"
+    is_whole = len(agreeing) == len(attention.seen) and _fuse_model(model, stack, example, library)
+    how = "in one call with the model" if is_whole else "each"
     _log.info("%d decoder layers run natively, %s", len(agreeing), how)
     return len(agreeing)
+
+
+def _fuse_model(
+    model: nn.Module, stack: DecoderStack, example: _Example, library: ctypes.CDLL
+) -> bool:
+    """Give the model a forward of its own, if it has one that computes the same."""
+    parts = find_model_parts(model, torch.bfloat16)
+    if parts is None:
+        return False
+    run = library.decoder_model
+    run.argtypes, run.restype = _MODEL_ARGUMENTS, ctypes.c_int
+    forward = NativeForward(parts, stack, run, model.forward)
+    if not example.agrees_whole(model, forward):
+        return False
+    model.forward = forward
+    return True
 
 
 class _Example:
@@ -127,14 +143,19 @@ class _Example:
         is_same = _are_close(found - hidden, expected - hidden)
         return is_same and _are_close(other.layers[index], own.layers[index])
 
-    def is_whole(self, model: nn.Module, stack: DecoderStack) -> bool:
-        """Whether the model computes the same when all layers run in the first one's call."""
-        results = []
+    def agrees_whole(self, model: nn.Module, forward: NativeForward) -> bool:
+        """Whether a model and its fast form give the same logits, to the last bit."""
         cache = self._cache(list(self._attention.seen))
         ids = torch.arange(1, self._rows + 1).unsqueeze(0)
-        for stack.is_whole in (False, True):
+        places = _FIRST_PLACE + ids
+        kept = torch.tensor([self._rows - 1, 1])
+        results = []
+        for run in (model, forward):
             with self._using(cache):  # a step writes its own keys before it reads them
-                results.append(model(input_ids=ids, position_ids=ids, use_cache=False).logits)
+                logits = run(
+                    input_ids=ids, position_ids=places, use_cache=False, logits_to_keep=kept
+                ).logits
+            results.append(logits)
         # The same kernels on the same numbers: not close, but equal.
         return torch.equal(*results)
 

@@ -21,6 +21,7 @@ _ARGUMENTS = {
     "rms_norm": [_POINTER, _SIZE, _POINTER, _FLOAT, _POINTER, _SIZE, _SIZE],
     "silu_multiply": [_POINTER, _SIZE, _POINTER, _SIZE, _POINTER, _SIZE, _SIZE],
     "rotate": [_POINTER, _SIZE, _SIZE, _POINTER, _POINTER, _POINTER, _SIZE, _SIZE, _SIZE],
+    "find_largest": [_POINTER, _SIZE, _SIZE, _SIZE, _POINTER],
 }
 
 _NAMES = {torch.float32: "float", torch.bfloat16: "bf16"}
@@ -32,7 +33,16 @@ LANES = 16
 class LayerKernels:
     """The functions for one dtype. Addresses are passed as integers."""
 
-    __slots__ = ("decode", "dtype", "prefill", "rms_norm", "rotate", "silu_multiply", "write")
+    __slots__ = (
+        "decode",
+        "dtype",
+        "find_largest",
+        "prefill",
+        "rms_norm",
+        "rotate",
+        "silu_multiply",
+        "write",
+    )
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
         """Take the functions for float32 or bfloat16."""
@@ -44,6 +54,7 @@ class LayerKernels:
         self.rms_norm = _declare(library, "rms_norm", name)
         self.silu_multiply = _declare(library, "silu_multiply", name)
         self.rotate = _declare(library, "rotate", name)
+        self.find_largest = _declare(library, "find_largest", name, ctypes.c_int)
 
 
 def load_layer_kernels(dtype: torch.dtype) -> LayerKernels | None:
@@ -60,9 +71,9 @@ def load_layer_kernels(dtype: torch.dtype) -> LayerKernels | None:
     return LayerKernels(load_library([Path(__file__).parent / "layers.cpp"]), dtype)
 
 
-def _declare(library: ctypes.CDLL, name: str, dtype: str) -> Callable[..., None]:
+def _declare(library: ctypes.CDLL, name: str, dtype: str, result: Any = None) -> Callable[..., Any]:
     function: Any = getattr(library, f"{name}_{dtype}")
     function.argtypes = _ARGUMENTS[name]
-    function.restype = None
-    declared: Callable[..., None] = function
+    function.restype = result
+    declared: Callable[..., Any] = function
     return declared

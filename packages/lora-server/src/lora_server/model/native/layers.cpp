@@ -1,8 +1,10 @@
-// Parts of a decoder layer on CPUs with AVX-512, one call each: see attention.h and rows.h.
+// Parts of a decoder layer, and the choice of the largest logit, on CPUs with AVX-512, one call each:
+// see attention.h, rows.h and largest.h.
 //
 // Letters: T rows, H heads, D head width, F width.
 
 #include "attention.h"
+#include "largest.h"
 #include "rows.h"
 
 namespace {
@@ -45,6 +47,17 @@ constexpr int64_t SMALL = 1 << 14;  // numbers below which a second thread costs
         for (int64_t h = 0; h < num_heads; ++h)                                                   \
             rows::rotate(x + t * row + h * head, cosine + t * width, sine + t * width,            \
                          y + (t * num_heads + h) * width, width);                                 \
+  }                                                                                               \
+  extern "C" int find_largest_##NAME(const T* x, int64_t stride, int64_t num_rows, int64_t width, \
+                                     int64_t* places) {                                           \
+    int num_finite = 0;                                                                           \
+    _Pragma("omp parallel for reduction(+ : num_finite) if (num_rows * width > SMALL)") for (     \
+        int64_t t = 0; t < num_rows; ++t) {                                                       \
+      rows::Largest found = rows::find_largest(x + t * stride, width);                            \
+      places[t] = found.place;                                                                    \
+      num_finite += found.is_finite;                                                              \
+    }                                                                                             \
+    return num_finite == num_rows;                                                                \
   }
 
 EXPORT(float, float)
