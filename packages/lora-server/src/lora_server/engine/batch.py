@@ -5,7 +5,6 @@ Sequences are ordered by adapter, so that each adapter's tokens are consecutive 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,6 +15,8 @@ from lora_layers import RowRun
 from lora_server.model.attention_step import AttentionStep, DecodeGroup, PrefillChunk
 
 from .block_table import BlockTable
+from .decode_again import DecodeAgain
+from .step_batch import LogitsRows, StepBatch, StepRows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -24,53 +25,12 @@ if TYPE_CHECKING:
     from .sequence import SequenceState
 
 
-class LogitsRows(NamedTuple):
-    """The rows of one sequence that reach the logits."""
+class _LastStep(NamedTuple):
+    """A step in which each sequence decoded."""
 
-    sequence: SequenceState
-    first: int
-    """Its first row among the step's logits."""
-    num_prompt_rows: int
-    """Leading rows, each of which scores the prompt token after it."""
-    is_sampled: bool
-    """Whether one more row follows, which chooses the next token."""
-
-    @property
-    def num_rows(self) -> int:
-        """All its rows."""
-        return self.num_prompt_rows + int(self.is_sampled)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepRows:
-    """Whose rows a step has; does not depend on how far the sequences have come."""
-
-    chunks: tuple[ScheduledChunk, ...]
-    token_runs: tuple[RowRun, ...]
-    """Adapters of the token rows."""
-    logits_runs: tuple[RowRun, ...]
-    """Adapters of the rows that reach the logits."""
-    logits_idx: torch.Tensor
-    """`[S]` int64 token rows that reach the logits."""
-    logits_rows: tuple[LogitsRows, ...]
-    sampled: tuple[SequenceState, ...]
-    """Those that get a token."""
-    sampled_idx: tuple[int, ...]
-    """Row of the logits that each of `sampled` gets it from."""
-    is_decode: bool
-    """Whether each sequence brings one token, from which its next one is sampled."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepBatch:
-    """Everything a forward pass needs, in row order."""
-
-    rows: StepRows
-    input_ids: torch.Tensor
-    """`[1, T]` int64."""
-    position_ids: torch.Tensor
-    """`[1, T]` int64."""
-    attention: AttentionStep
+    chunks: Sequence[ScheduledChunk]
+    """As the scheduler chose them."""
+    step: StepBatch
 
 
 class BatchBuilder:
@@ -87,13 +47,25 @@ class BatchBuilder:
         self._device = device
         self._table = BlockTable()
         self._rows: StepRows | None = None
+        self._last: _LastStep | None = None
+        self._again: DecodeAgain | None = None
+        """What moves the last step on, once it has been wanted."""
 
-    def build(self, chunks: Iterable[ScheduledChunk]) -> StepBatch:
+    def build(self, chunks: Sequence[ScheduledChunk]) -> StepBatch:
         """Lay out a step.
 
         Args:
-            chunks: what the scheduler chose, in any order; at least one.
+            chunks: what the scheduler chose, in any order; at least one. The very same object as
+                before says that the same sequences decode, in the same blocks.
         """
+        last = self._last
+        if last is None or chunks is not last.chunks:
+            return self._build(chunks)
+        if self._again is None:
+            self._again = DecodeAgain(last.step)
+        return self._again.next()
+
+    def _build(self, chunks: Sequence[ScheduledChunk]) -> StepBatch:
         ordered = tuple(sorted(chunks, key=lambda chunk: chunk.sequence.adapter_order))
         rows = self._rows
         if rows is None or not _goes_on(rows, ordered):
@@ -104,21 +76,24 @@ class BatchBuilder:
         ends = counts.cumsum()
         row_of = np.repeat(np.arange(len(ordered)), counts)
         positions = np.arange(len(token_ids)) + (starts - (ends - counts))[row_of]
-        attention = AttentionStep(
-            token_slots=self._tensor(self._table.slots(row_of, positions, self._block_size)),
-            decode=self._decode_groups(starts, counts, ends),
-            prefill=self._prefill_chunks(starts, counts, ends),
-        )
-        return StepBatch(
+        step = StepBatch(
             rows=rows,
             input_ids=torch.tensor([token_ids], device=self._device),
             position_ids=self._tensor(positions).unsqueeze(0),
-            attention=attention,
+            attention=AttentionStep(
+                token_slots=self._tensor(self._table.slots(row_of, positions, self._block_size)),
+                decode=self._decode_groups(starts, counts, ends),
+                prefill=self._prefill_chunks(starts, counts, ends),
+            ),
         )
+        self._last = _LastStep(chunks, step) if rows.is_decode else None
+        self._again = None
+        return step
 
     def _lay_out(self, ordered: tuple[ScheduledChunk, ...]) -> StepRows:
         idx, logits_rows = _logits_rows(ordered)
         sampled = [rows for rows in logits_rows if rows.is_sampled and _wants_token(rows.sequence)]
+        is_decode = len(sampled) == len(ordered) and all(n == 1 for _, n in ordered)
         return StepRows(
             chunks=ordered,
             token_runs=_runs((chunk.sequence, chunk.num_tokens) for chunk in ordered),
@@ -127,7 +102,8 @@ class BatchBuilder:
             logits_rows=logits_rows,
             sampled=tuple(rows.sequence for rows in sampled),
             sampled_idx=tuple(rows.first + rows.num_prompt_rows for rows in sampled),
-            is_decode=len(sampled) == len(ordered) and all(n == 1 for _, n in ordered),
+            is_decode=is_decode,
+            is_plain=is_decode and all(map(_is_plain, ordered)),
         )
 
     def _decode_groups(
@@ -188,6 +164,11 @@ def _goes_on(rows: StepRows, ordered: tuple[ScheduledChunk, ...]) -> bool:
 
 def _wants_token(sequence: SequenceState) -> bool:
     return sequence.sampling.max_tokens > sequence.num_generated
+
+
+def _is_plain(chunk: ScheduledChunk) -> bool:
+    sequence = chunk.sequence
+    return sequence.is_plain and sequence.sampling.prompt_logprobs is None
 
 
 def _tokens(chunks: Iterable[ScheduledChunk]) -> tuple[list[int], np.ndarray]:

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from .fairness import TokenShares
+from .steady import SteadyPlan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from lora_cache import Lease
 
@@ -136,6 +137,8 @@ class Scheduler:
         self._shares = TokenShares(max_credit=_CREDIT_STEPS * limits.max_num_batched_tokens)
         self._num_steps = 0
         self._num_arrivals = 0
+        self._steady: SteadyPlan | None = None
+        """The last step's plan, while it may be the next one's too."""
 
     @property
     def has_unfinished(self) -> bool:
@@ -171,6 +174,7 @@ class Scheduler:
             self.running.remove(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
+        self._end_steady()
         sequence.is_finished = True
         self._give_back(sequence)
 
@@ -199,8 +203,17 @@ class Scheduler:
         for claim in claims:
             claim.fail(error)
 
-    def schedule(self) -> list[ScheduledChunk]:
-        """Choose the next step's tokens; empty when nothing can run now."""
+    def schedule(self) -> Sequence[ScheduledChunk]:
+        """Choose the next step's tokens; empty when nothing can run now.
+
+        The very same object as before says that the same sequences decode, in the same blocks.
+        """
+        if self._steady is not None and not self.waiting and not self.claims:
+            chunks = self._steady.again(self._shares)
+            if chunks is not None:
+                self._num_steps += 1
+                return chunks
+        self._end_steady()
         self._num_steps += 1
         self._note_runnable()
         self._shares.settle({s.adapter_digests for s in (*self.running, *self.waiting)})
@@ -214,7 +227,17 @@ class Scheduler:
             self._schedule_waiting(planned, budget, first)
         for sequence in planned:
             sequence.last_step = self._num_steps
-        return [ScheduledChunk(sequence, count) for sequence, count in planned.items()]
+        chunks = tuple(ScheduledChunk(sequence, count) for sequence, count in planned.items())
+        if not self.waiting and len(chunks) == len(self.running):
+            self._steady = SteadyPlan.of(chunks, self.limits.block_size)
+        return chunks
+
+    def _end_steady(self) -> None:
+        """Forget the kept plan; its sequences had their last turn in the last step."""
+        if self._steady is not None:
+            for sequence, _ in self._steady.chunks:
+                sequence.last_step = self._num_steps
+            self._steady = None
 
     def _note_runnable(self) -> None:
         """Start the wait clocks of those whose adapters have arrived."""

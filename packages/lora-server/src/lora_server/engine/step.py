@@ -15,7 +15,7 @@ import torch
 from lora_server.errors import EngineError
 from lora_server.logs import log_fields
 
-from .batch import BatchBuilder, LogitsRows, StepRows
+from .batch import BatchBuilder
 from .claims import SlotClaim
 from .greedy import find_largest
 from .logprobs import token_logprobs
@@ -25,6 +25,7 @@ from .messages import (
     PromptLogprobs,
     RequestFailed,
     SequenceOutput,
+    TokenLogprob,
 )
 from .sampler import SampledToken, Sampler, SamplerRow
 from .scheduler import ScheduledChunk, Scheduler, SchedulerLimits
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from .admission import AdapterAdmission
     from .kv import BlockPool
     from .request import GenerationRequest
+    from .step_batch import LogitsRows, StepRows
     from .usage import AdapterUsage
 
 _log = logging.getLogger(__name__)
@@ -273,6 +275,8 @@ class EngineCore:
         logits = self.model.forward(
             batch.input_ids, batch.position_ids, batch.attention, rows.logits_idx
         )
+        if rows.is_plain:
+            return self._advance_plain(rows.sampled, self._largest(logits))
         sampled = self._sample(logits, rows)
         for prompt_rows in rows.logits_rows:
             if prompt_rows.num_prompt_rows:
@@ -286,14 +290,19 @@ class EngineCore:
             return {}
         if len(sequences) != logits.shape[0]:
             logits = logits[list(rows.sampled_idx)]
-        largest = find_largest(logits, self.model.attention.kernels)
-        if not largest.is_finite:
-            raise EngineError("the model's output is not a finite number")
-        sampled = dict(zip(sequences, map(SampledToken, largest.token_ids), strict=True))
+        token_ids = self._largest(logits)
+        sampled = dict(zip(sequences, map(SampledToken, token_ids), strict=True))
         shaped = [i for i, sequence in enumerate(sequences) if not sequence.is_plain]
         if shaped:
             sampled.update(self._draw(logits, [sequences[i] for i in shaped], shaped))
         return sampled
+
+    def _largest(self, logits: torch.Tensor) -> list[int]:
+        """Find the largest logit of each row."""
+        largest = find_largest(logits, self.model.attention.kernels)
+        if not largest.is_finite:
+            raise EngineError("the model's output is not a finite number")
+        return largest.token_ids
 
     def _draw(
         self, logits: torch.Tensor, sequences: Sequence[SequenceState], idx: list[int]
@@ -345,10 +354,25 @@ class EngineCore:
                 outputs.extend(_prompt_output(sequence))
             token = sampled.get(sequence)
             if token is not None:
-                outputs.append(self._append(sequence, token))
+                outputs.append(self._append(sequence, *token))
             elif sequence.num_pending == 0:
                 outputs.append(self._end(sequence, FinishReason.LENGTH))
         self._generated_tokens += len(sampled)
+        return outputs
+
+    def _advance_plain(
+        self, sequences: Sequence[SequenceState], token_ids: Sequence[int]
+    ) -> list[EngineOutput]:
+        """As `_advance` where each sequence decoded, and nothing is asked for but its token."""
+        block_size = self.scheduler.limits.block_size
+        outputs: list[EngineOutput] = []
+        for sequence, token_id in zip(sequences, token_ids, strict=True):
+            if (sequence.num_computed + 1) % block_size:
+                sequence.num_computed += 1
+            else:
+                self._store(sequence, 1)
+            outputs.append(self._append(sequence, token_id, None))
+        self._generated_tokens += len(outputs)
         return outputs
 
     def _store(self, sequence: SequenceState, num_tokens: int) -> None:
@@ -361,9 +385,10 @@ class EngineCore:
             for i in range(first, len(keys)):
                 self.pool.remember(sequence.block_ids[i], keys[i], sequence.adapter_digests)
 
-    def _append(self, sequence: SequenceState, token: SampledToken) -> SequenceOutput:
+    def _append(
+        self, sequence: SequenceState, token_id: int, logprob: TokenLogprob | None
+    ) -> SequenceOutput:
         """Add a sampled token; end the sequence when it, or a limit, says so."""
-        token_id, logprob = token
         sequence.token_ids.append(token_id)
         output = SequenceOutput(
             request_id=sequence.request.request_id,
@@ -373,14 +398,14 @@ class EngineCore:
             num_cached_tokens=sequence.num_cached_tokens,
             admitted_s=sequence.admitted_s,
         )
-        is_long = len(sequence.token_ids) >= sequence.max_num_tokens
         if token_id in sequence.end_token_ids and sequence.may_stop:
             output.finish_reason = FinishReason.STOP
             output.stop_token_id = token_id
-        elif is_long:
+        elif len(sequence.token_ids) >= sequence.max_num_tokens:
             output.finish_reason = FinishReason.LENGTH
-        if output.finish_reason is not None:
-            self._finish(sequence)
+        else:
+            return output
+        self._finish(sequence)
         return output
 
     def _end(self, sequence: SequenceState, reason: FinishReason) -> SequenceOutput:
