@@ -110,8 +110,9 @@ class _ChatReply:
 
     async def chunks(self) -> AsyncGenerator[str, None]:
         """Yield the chunks of a stream; a choice's first one says who speaks."""
-        with_usage = wants_usage(self._body)
-        writer = ChunkWriter(self._head, "chat.completion.chunk", with_usage=with_usage)
+        kind = "chat.completion.chunk"
+        writer = ChunkWriter(self._head, kind, with_usage=wants_usage(self._body))
+        num_open = self._generation.plan.n
         for idx in range(self._generation.plan.n):
             delta = {"role": _ASSISTANT, "content": ""}
             yield writer.choice(
@@ -121,13 +122,15 @@ class _ChatReply:
         async with aclosing(self._generation.events()) as events:
             async for event in events:
                 assert not isinstance(event, PromptScored)
-                if write_text and event.finish_reason is None:
+                num_open -= event.finish_reason is not None
+                if not num_open:
+                    choice = self._chunk_choice(event)
+                    yield writer.last_choice(choice, self._generation.usage)
+                elif write_text and event.finish_reason is None:
                     if event.text:
                         yield write_text[event.index](event.text)
                 elif self._has_news(event):
                     yield writer.choice(self._chunk_choice(event))
-        if with_usage:
-            yield writer.usage(self._generation.usage.as_dict())
 
     def _text_writers(self, writer: ChunkWriter) -> list[Callable[[str], str]]:
         """Return what writes a chunk of each choice in which only text is new; none may do so."""

@@ -48,8 +48,8 @@ class CompletionReply:
 
     async def chunks(self) -> AsyncGenerator[str, None]:
         """Yield the chunks of a stream; a choice's first one repeats the prompt where asked."""
-        with_usage = wants_usage(self._body)
-        writer = ChunkWriter(self._head, _KIND, with_usage=with_usage)
+        writer = ChunkWriter(self._head, _KIND, with_usage=wants_usage(self._body))
+        num_open = len(self._prompts) * self._generation.plan.n
         started: set[int] = set()
         write_text = self._text_writers(writer)
         async with aclosing(self._generation.events()) as events:
@@ -63,11 +63,12 @@ class CompletionReply:
                     continue
                 choice = _Choice(self._prompt(event.index), is_first=event.index not in started)
                 choice.add(event)
-                if choice.has_news:
+                num_open -= event.finish_reason is not None
+                if not num_open:
+                    yield writer.last_choice(choice.as_dict(event.index), self._generation.usage)
+                elif choice.has_news:
                     started.add(event.index)
                     yield writer.choice(choice.as_dict(event.index))
-        if with_usage:
-            yield writer.usage(self._generation.usage.as_dict())
 
     def _text_writers(self, writer: ChunkWriter) -> list[Callable[[str], str]]:
         """Return what writes a chunk of each choice in which only text is new; none may do so."""

@@ -24,6 +24,7 @@ from lora_server.http.schemas.openai import (
 )
 from lora_server.http.select import HEADER, Selection, select
 from lora_server.http.service import Service
+from lora_server.http.streaming import together
 from lora_server.http.text import TextProcessor
 from lora_server.http.tracing import on_end
 from lora_server.http.visible import VisibleCatalog
@@ -62,6 +63,7 @@ class ChunkWriter:
         self._start = dumps(head.as_dict(kind))[:-1] + ',"choices":['
         # Clients that ask for usage find the field in every chunk, null until the last one.
         self._end = '],"usage":null}' if with_usage else "]}"
+        self._with_usage = with_usage
 
     def choice(self, choice: dict[str, Any]) -> str:
         """Write a chunk with one choice."""
@@ -79,8 +81,13 @@ class ChunkWriter:
         end = f"{after}}}{self._end}"
         return lambda text: f"{start}{dumps(text)}{end}"
 
-    def usage(self, usage: dict[str, object]) -> str:
-        """Write the last chunk, which holds the usage alone."""
+    def last_choice(self, choice: dict[str, Any], usage: Usage) -> str:
+        """Write a chunk after which there is no further choice, with the usage where asked for."""
+        chunk = self.choice(choice)
+        return together(chunk, self._usage(usage.as_dict())) if self._with_usage else chunk
+
+    def _usage(self, usage: dict[str, object]) -> str:
+        """Write the chunk that holds the usage alone."""
         return f'{self._start}],"usage":{dumps(usage)}}}'
 
 

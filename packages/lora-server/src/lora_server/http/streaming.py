@@ -14,8 +14,14 @@ from lora_server.http.errors import stream_error
 
 _T = TypeVar("_T")
 
+_BETWEEN_EVENTS: Final = "\n\ndata: "
 _DONE: Final = b"data: [DONE]\n\n"
 _CLIENT_CLOSED_REQUEST: Final = 499
+
+
+def together(*events: str) -> str:
+    """Join events that are known at the same time, so that they are sent in one piece."""
+    return _BETWEEN_EVENTS.join(events)
 
 
 class ClientGoneError(Exception):
@@ -66,7 +72,7 @@ class EventStream(Response):
         """Make the reply.
 
         Args:
-            events: JSON texts, one an event; closed when the client leaves.
+            events: JSON texts, one an event or several `together`; closed when the client leaves.
             request_id: names the request in the log.
         """
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
@@ -94,16 +100,12 @@ class EventStream(Response):
                 raise
             except Exception as error:  # noqa: BLE001 - the HTTP edge: logged and answered
                 event = stream_error(error, self._request_id)
-                await _send_chunk(send, f"data: {event}\n\n".encode())
-        await _send_chunk(send, _DONE)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+                body = f"data: {event}\n\n".encode()
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": _DONE, "more_body": False})
 
 
 async def _disconnected(receive: Receive) -> None:
     """Return when the client has left."""
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _send_chunk(send: Send, chunk: bytes) -> None:
-    await send({"type": "http.response.body", "body": chunk, "more_body": True})
