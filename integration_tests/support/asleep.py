@@ -28,7 +28,7 @@ MAX_ROWS = 64
 
 def sleeping_forward() -> Callable[..., torch.Tensor]:
     """Return what replaces `LoadedModel.forward`."""
-    tables: list[torch.Tensor] = []
+    answers: list[torch.Tensor] = []
 
     def forward(
         self: LoadedModel,
@@ -38,12 +38,14 @@ def sleeping_forward() -> Callable[..., torch.Tensor]:
         logits_idx: torch.Tensor,
     ) -> torch.Tensor:
         """Sleep; answer as many rows of logits as are wanted."""
-        if not tables:
+        if not answers:
             generator = torch.Generator().manual_seed(0)
-            table = torch.randn(MAX_ROWS, self.vocab_size, generator=generator)
-            tables.append(table.to(self.dtype))
+            table = torch.randn(MAX_ROWS, self.vocab_size, generator=generator).to(self.dtype)
+            answers.extend(table[:count] for count in range(MAX_ROWS + 1))
+        # Before the sleep: torch's operators take 0.3 ms after one, and a forward pass takes 10.
+        answer = answers[len(logits_idx)]
         time.sleep(STEP_S)
-        return tables[0][: len(logits_idx)]
+        return answer
 
     return forward
 
