@@ -4,68 +4,42 @@
 
 #pragma once
 
-#include "lora_tiles.h"
+#include <cstring>
+
+#include "lora_columns.h"
 
 namespace lora::tiles {
 
 #if HAS_TILES
 
-// 32 columns of up to 16 ranks, as two tiles [rank][column][2] with every number twice: the columns
-// with even numbers, then the others.
-inline void pack_columns(const bf16* b, int64_t stride, int64_t ranks, int64_t columns,
-                         uint32_t* out) {
-  __mmask32 mask = columns >= STEP_COLUMNS ? 0xffffffff : (__mmask32)((1ull << columns) - 1);
-  const __m512i pairs = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-  const __m512i even = _mm512_mullo_epi32(pairs, _mm512_set1_epi32(0x00020002));
-  const __m512i odd = _mm512_or_si512(even, _mm512_set1_epi32(0x00010001));
-  int r = 0;
-  for (; r < ranks; ++r, b += stride) {
-    __m512i row = _mm512_maskz_loadu_epi16(mask, b);
-    fetch(b);
-    _mm512_store_si512(out + r * SIDE, _mm512_permutexvar_epi16(even, row));
-    _mm512_store_si512(out + TILE + r * SIDE, _mm512_permutexvar_epi16(odd, row));
-  }
-  for (; r < SIDE; ++r) {
-    _mm512_store_si512(out + r * SIDE, _mm512_setzero_si512());
-    _mm512_store_si512(out + TILE + r * SIDE, _mm512_setzero_si512());
-  }
+// y += sums over the columns of a mask.
+inline void add_columns(bf16* y, const float* sums, __mmask32 mask) {
+  __m512i row = _mm512_maskz_loadu_epi16(mask, y);
+  __m512 left = widened(_mm512_castsi512_si256(row));
+  __m512 right = widened(_mm512_extracti64x4_epi64(row, 1));
+  left = _mm512_add_ps(left, load(sums));
+  right = _mm512_add_ps(right, load(sums + LANES));
+  _mm512_mask_storeu_epi16(y, mask, (__m512i)_mm512_cvtne2ps_pbh(right, left));
 }
 
-// y += sums over at most 32 columns; sums: the even columns, then the others.
-template <bool IS_FULL>
-inline void add_columns(bf16* y, const float* sums, __mmask32 mask, __m512i order) {
-  __m512i row = IS_FULL ? _mm512_loadu_si512(y) : _mm512_maskz_loadu_epi16(mask, y);
-  __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(row, 16));
-  __m512 odd = _mm512_castsi512_ps(_mm512_and_si512(row, _mm512_set1_epi32(0xffff0000)));
-  even = _mm512_add_ps(even, _mm512_loadu_ps(sums));
-  odd = _mm512_add_ps(odd, _mm512_loadu_ps(sums + LANES));
-  __m512i sum = _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(odd, even));
-  if (IS_FULL)
-    _mm512_storeu_si512(y, sum);
-  else
-    _mm512_mask_storeu_epi16(y, mask, sum);
-}
-
-// The rows of a block in y.
+// A block's tokens.
 struct Places {
-  bf16* rows[SIDE];
+  int64_t tokens[SIDE];
+  bf16* rows[SIDE];  // in y
   int64_t count;
+};
+
+// A base product's own sums for few rows, to be finished: [T, O], and [O] or null.
+struct Kept {
+  const float *sums, *bias;
 };
 
 // The same for a block, at the columns from `column` that lie before `end`.
 inline void add_rows(const Places& y, int64_t column, int64_t end, const float* sums,
                      int64_t stride = STEP_COLUMNS) {
-  const __m512i pairs = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-  const __m512i order = _mm512_or_si512(
-      pairs, _mm512_slli_epi32(_mm512_add_epi32(pairs, _mm512_set1_epi32(LANES)), 16));
-  if (end - column >= STEP_COLUMNS) {
-    for (int64_t t = 0; t < y.count; ++t)
-      add_columns<true>(y.rows[t] + column, sums + t * stride, 0, order);
-  } else {
-    __mmask32 mask = (__mmask32)((1ull << (end - column)) - 1);
-    for (int64_t t = 0; t < y.count; ++t)
-      add_columns<false>(y.rows[t] + column, sums + t * stride, mask, order);
-  }
+  __mmask32 mask = mask_of(end - column);
+  for (int64_t t = 0; t < y.count; ++t)
+    add_columns(y.rows[t] + column, sums + t * stride, mask);
 }
 
 // One pass of one thread.
@@ -75,6 +49,7 @@ struct Expand {
   const Plan& plan;
   bf16* y;
   int64_t y_stride;
+  Kept kept;
   Shapes shapes;
   Scratch &packed, &sums_of_few;
 
@@ -97,7 +72,10 @@ struct Expand {
   void find_rows(const Part& part, int64_t block, Places& places) const {
     const int64_t* tokens = s.token_idx + s.seg_indptr[part.g] + block * SIDE;
     places.count = std::min(SIDE, s.count(part.g) - block * SIDE);
-    for (int64_t t = 0; t < places.count; ++t) places.rows[t] = y + tokens[t] * y_stride;
+    for (int64_t t = 0; t < places.count; ++t) {
+      places.tokens[t] = tokens[t];
+      places.rows[t] = y + tokens[t] * y_stride;
+    }
   }
 
   void pack(const Part& part, int64_t rank, int64_t column, uint32_t* out) const {
@@ -105,41 +83,73 @@ struct Expand {
                  std::min(SIDE, part.rank - rank), part.end - column, out);
   }
 
-  // At most 16 tokens: along 16 ranks of B for many columns, then along the next 16.
+  // Few tokens: along 16 ranks of B for many columns, then along the next 16.
   void few(const Part& part) {
-    Places places;
-    find_rows(part, 0, places);
-    int64_t count = places.count;
+    int64_t count = std::min(SIDE, s.count(part.g));
     int64_t most = std::max(MAX_SUMS / count / STEP_COLUMNS, (int64_t)1) * STEP_COLUMNS;
+    for (int64_t begin = part.begin; begin < part.end; begin += most)
+      for (int64_t block = 0; block * SIDE < s.count(part.g); ++block)
+        few(part, block, begin, std::min(most, part.end - begin));
+  }
+
+  // Some columns for one block.
+  void few(const Part& part, int64_t block, int64_t begin, int64_t columns) {
+    Places places;
+    find_rows(part, block, places);
+    shapes.set(places.count);
     float* sums = (float*)sums_of_few.reserve(std::max(MAX_SUMS, SIDE * STEP_COLUMNS));
     uint32_t* tiles = packed.reserve(4 * TILE);
-    for (int64_t begin = part.begin; begin < part.end; begin += most) {
-      int64_t width = ceil_div(std::min(most, part.end - begin), STEP_COLUMNS) * STEP_COLUMNS;
-      int64_t stride = width * (int64_t)sizeof(float);
-      for (int64_t rank = 0; rank < part.rank; rank += SIDE) {
-        _tile_loadd(6, v(part, 0, rank), v_stride(part));
-        for (int64_t i = 0; i <= width; i += STEP_COLUMNS) {
-          if (i < width) pack(part, rank, begin + i, tiles + i / STEP_COLUMNS % 2 * 2 * TILE);
-          if (!i) continue;
-          int64_t used = i - STEP_COLUMNS;
-          const uint32_t* tile = tiles + used / STEP_COLUMNS % 2 * 2 * TILE;
-          if (rank) {
-            _tile_loadd(3, sums + used, stride);
-            _tile_loadd(4, sums + used + SIDE, stride);
-          } else {
-            _tile_zero(3);
-            _tile_zero(4);
-          }
-          _tile_loadd(7, tile, 64);
-          _tile_dpbf16ps(3, 6, 7);
-          _tile_loadd(7, tile + TILE, 64);
-          _tile_dpbf16ps(4, 6, 7);
-          _tile_stored(3, sums + used, stride);
-          _tile_stored(4, sums + used + SIDE, stride);
+    int64_t width = ceil_div(columns, STEP_COLUMNS) * STEP_COLUMNS;
+    int64_t stride = width * (int64_t)sizeof(float);
+    if (kept.sums) take(places, begin, width, sums);
+    for (int64_t rank = 0; rank < part.rank; rank += SIDE) {
+      _tile_loadd(6, v(part, block, rank), v_stride(part));
+      for (int64_t i = 0; i <= width; i += STEP_COLUMNS) {
+        if (i < width) pack(part, rank, begin + i, tiles + i / STEP_COLUMNS % 2 * 2 * TILE);
+        if (!i) continue;
+        int64_t used = i - STEP_COLUMNS;
+        const uint32_t* tile = tiles + used / STEP_COLUMNS % 2 * 2 * TILE;
+        if (rank || kept.sums) {
+          _tile_loadd(3, sums + used, stride);
+          _tile_loadd(4, sums + used + SIDE, stride);
+        } else {
+          _tile_zero(3);
+          _tile_zero(4);
         }
+        _tile_loadd(7, tile, 64);
+        _tile_dpbf16ps(3, 6, 7);
+        _tile_loadd(7, tile + TILE, 64);
+        _tile_dpbf16ps(4, 6, 7);
+        _tile_stored(3, sums + used, stride);
+        _tile_stored(4, sums + used + SIDE, stride);
       }
-      for (int64_t i = 0; i < width; i += STEP_COLUMNS)
+    }
+    for (int64_t i = 0; i < width; i += STEP_COLUMNS)
+      if (kept.sums)
+        finish_rows(places, begin + i, part.end, sums + i, width);
+      else
         add_rows(places, begin + i, part.end, sums + i, width);
+  }
+
+  void take(const Places& places, int64_t begin, int64_t width, float* sums) const {
+    for (int64_t t = 0; t < places.count; ++t)
+      memcpy(sums + t * width, kept.sums + places.tokens[t] * m.out_features + begin,
+             width * sizeof(float));
+  }
+
+  // y = sums + bias at the columns from `column` that lie before `end`.
+  void finish_rows(const Places& places, int64_t column, int64_t end, const float* sums,
+                   int64_t stride) const {
+    __mmask32 mask = mask_of(end - column);
+    __m512 left = _mm512_setzero_ps(), right = left;
+    if (kept.bias) {
+      left = load(kept.bias + column, (__mmask16)mask);
+      right = load(kept.bias + column + LANES, (__mmask16)(mask >> LANES));
+    }
+    for (int64_t t = 0; t < places.count; ++t, sums += stride) {
+      __m512 low = _mm512_add_ps(load(sums), left), high = _mm512_add_ps(load(sums + LANES), right);
+      _mm512_mask_storeu_epi16(places.rows[t] + column, mask,
+                               (__m512i)_mm512_cvtne2ps_pbh(high, low));
     }
   }
 
@@ -245,34 +255,40 @@ struct Expand {
     return sum;
   }
 
-  // Segments of one block share B out among the threads, in the order of memory.
+  bool shares_b(int64_t g) const { return kept.sums ? s.count(g) > 0 : is_few(s, g); }
+
+  // Segments of one block, or all where sums are kept, share B out among the threads, in the order
+  // of memory.
   void few() {
     int64_t total = 0, place = 0;
     for (int64_t g = 0; g < s.num_segments; ++g)
-      if (is_few(s, g)) total += size(g);
+      if (shares_b(g)) total += size(g);
     Share own(total);
     for (int64_t g = 0; g < s.num_segments && place < own.end; ++g) {
-      if (!is_few(s, g)) continue;
+      if (!shares_b(g)) continue;
       int64_t own_size = size(g);
-      if (own.begin < place + own_size) {
-        shapes.set(s.count(g));
+      if (own.begin < place + own_size)
         parts(g, own.begin - place, own.end - place, [&](const Part& part) { few(part); });
-      }
       place += own_size;
     }
   }
 };
 
-inline void expand(const Module& m, const Step& s, const Plan& plan, bf16* y, int64_t y_stride) {
+inline void expand(const Module& m, const Step& s, const Plan& plan, bf16* y, int64_t y_stride,
+                   Kept kept = {}) {
   static thread_local Scratch packed, sums;
-  Expand pass{m, s, plan, y, y_stride, {}, packed, sums};
+  Expand pass{m, s, plan, y, y_stride, kept, {}, packed, sums};
   pass.few();
-  pass.many();
+  if (!kept.sums) pass.many();
 }
 
 #else
 
-inline void expand(const Module&, const Step&, const Plan&, bf16*, int64_t) {}
+struct Kept {
+  const float *sums, *bias;
+};
+
+inline void expand(const Module&, const Step&, const Plan&, bf16*, int64_t, Kept = {}) {}
 
 #endif
 

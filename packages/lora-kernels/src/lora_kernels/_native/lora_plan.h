@@ -46,8 +46,19 @@ struct Plan {
   std::vector<float> numbers;
   float* v;  // [E, width of the segment]; a number is a float32, or two bfloat16 (lora_tiles.h)
 
+  // Whether a plan for one module is one for the other.
+  static bool is_same(const Module& m, const Module& other, const Step& s) {
+    if (m.num_slices != other.num_slices) return false;
+    for (int64_t p = 0; p < m.num_slices; ++p) {
+      if (m.ranges[p + 1] != other.ranges[p + 1]) return false;
+      for (int64_t g = 0; g < s.num_segments; ++g)
+        if (m.rank(s.seg_slots[g], p) != other.rank(s.seg_slots[g], p)) return false;
+    }
+    return true;
+  }
+
   void make(const Module& m, const Step& s) {
-    int64_t size = 0;
+    int64_t size = 0, most = 0;
     for (auto* list : {&width, &first}) list->assign(s.num_segments, 0);
     for (auto* list : {&shrink, &expand}) list->assign(s.num_segments + 1, 0);
     for (int64_t g = 0; g < s.num_segments; ++g) {
@@ -59,12 +70,15 @@ struct Plan {
         if (rank) column_blocks += ceil_div(m.ranges[p + 1] - m.ranges[p], COLUMNS);
       }
       first[g] = size;
+      most = std::max(most, width[g]);
       size += s.count(g) * width[g];
       shrink[g + 1] = shrink[g] + rank_blocks * ceil_div(s.count(g), TOKENS);
       expand[g + 1] = expand[g] + column_blocks * ceil_div(s.count(g), ROWS);
     }
-    if ((int64_t)numbers.size() < size + LANES) numbers.resize(size + LANES);
-    v = (float*)(((uintptr_t)numbers.data() + 63) / 64 * 64);
+    // Tiles are read whole, with what lies before and behind a segment's entries.
+    size += 2 * LANES * most + LANES;
+    if ((int64_t)numbers.size() < size) numbers.resize(size);
+    v = (float*)(((uintptr_t)numbers.data() + 63) / 64 * 64) + LANES * most;
   }
 };
 

@@ -42,6 +42,26 @@ inline void pack_ranks(const Ranks& a, int64_t input, int64_t in_features, uint3
   for (int i = 0; i < SIDE; ++i) _mm512_store_si512(out + i * SIDE, rows[i]);
 }
 
+// A token's sums, scaled and split for the second pass; zeros where `used` is not set.
+inline __m512i split(const float* sums, __mmask16 used, const float* scale) {
+  __m512 sum = _mm512_maskz_loadu_ps(used, sums);
+  if (scale) sum = _mm512_maskz_mul_ps(used, sum, _mm512_set1_ps(*scale));
+  __m512i high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(sum));
+  __m512 value = _mm512_castsi512_ps(_mm512_slli_epi32(high, 16));
+  constexpr int NAN_OR_INFINITE = 0x99;
+  __mmask16 is_finite = ~_mm512_fpclass_ps_mask(value, NAN_OR_INFINITE);
+  __m512 rest = _mm512_maskz_sub_ps(is_finite, sum, value);
+  __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(rest));
+  return _mm512_or_si512(high, _mm512_slli_epi32(low, 16));
+}
+
+// The tile of ranks from `rank`.
+inline Ranks ranks_of(const Module& m, const Step& s, int64_t g, int64_t p, int64_t rank) {
+  int64_t slot = s.seg_slots[g], stride = m.num_slices * m.num_slots * m.in_features;
+  const bf16* a = (const bf16*)m.a + (p * m.num_slots + slot) * m.in_features;
+  return {a + rank * stride, stride, 0, std::min(SIDE, m.rank(slot, p) - rank)};
+}
+
 struct Rows {
   const bf16* first;
   int64_t stride;  // in bytes, as tile loads want it
@@ -76,26 +96,17 @@ struct Shrink {
     return {copy, width * (int64_t)sizeof(bf16)};
   }
 
-  // Scales a block's sums, and splits them for the second pass.
+  // Puts a block's sums into v.
   void write(const float* sums, int64_t g, int64_t block, int64_t column, const Ranks& a,
              bool is_end) {
     int64_t entry = block * SIDE, count = std::min(SIDE, s.count(g) - entry);
     __mmask16 used = first(a.end) & ~first(a.begin);
     __mmask16 written = is_end ? ~first(a.begin) : used;  // with the zeros behind the last rank
     float* v = plan.v + plan.first[g] + entry * plan.width[g] + column;
-    for (int64_t t = 0; t < count; ++t) {
-      __m512 sum = _mm512_maskz_loadu_ps(used, sums + t * SIDE);
-      if (s.scales)
-        sum = _mm512_maskz_mul_ps(used, sum, _mm512_set1_ps(s.scales[s.seg_indptr[g] + entry + t]));
-      __m512i high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(sum));
-      __m512 value = _mm512_castsi512_ps(_mm512_slli_epi32(high, 16));
-      constexpr int NAN_OR_INFINITE = 0x99;
-      __mmask16 is_finite = ~_mm512_fpclass_ps_mask(value, NAN_OR_INFINITE);
-      __m512 rest = _mm512_maskz_sub_ps(is_finite, sum, value);
-      __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(rest));
+    const float* scales = s.scales ? s.scales + s.seg_indptr[g] + entry : nullptr;
+    for (int64_t t = 0; t < count; ++t)
       _mm512_mask_storeu_epi32(v + t * plan.width[g], written,
-                               _mm512_or_si512(high, _mm512_slli_epi32(low, 16)));
-    }
+                               split(sums + t * SIDE, used, scales ? scales + t : nullptr));
   }
 
   // Some ranks of a tile for the segment's last block: A is packed and used in one walk.
@@ -157,13 +168,6 @@ struct Shrink {
     }
   }
 
-  // The tile of ranks from `rank`.
-  Ranks ranks_of(int64_t g, int64_t p, int64_t rank) const {
-    int64_t slot = s.seg_slots[g], stride = m.num_slices * m.num_slots * m.in_features;
-    const bf16* a = (const bf16*)m.a + (p * m.num_slots + slot) * m.in_features;
-    return {a + rank * stride, stride, 0, std::min(SIDE, m.rank(slot, p) - rank)};
-  }
-
   // Segments of one block share their ranks out among the threads, in the order of memory.
   void few() {
     int64_t most = 0, total = 0;
@@ -181,7 +185,7 @@ struct Shrink {
       for (int64_t p = 0; p < m.num_slices; ++p)
         for (int64_t g = 0; g < s.num_segments; ++g) {
           if (!is_few(s, g) || m.rank(s.seg_slots[g], p) <= rank) continue;
-          Ranks a = ranks_of(g, p, rank);
+          Ranks a = ranks_of(m, s, g, p, rank);
           int64_t size = a.end, begin = std::max(own.begin - place, (int64_t)0);
           a.begin = begin;
           a.end = std::min(size, own.end - place);
@@ -200,7 +204,7 @@ struct Shrink {
       int64_t column = 0;
       for (int64_t p = 0; p < m.num_slices; ++p)
         for (int64_t rank = 0; rank < m.rank(s.seg_slots[g], p); rank += SIDE, column += SIDE)
-          blocks(ranks_of(g, p, rank), g, begin, end, column);
+          blocks(ranks_of(m, s, g, p, rank), g, begin, end, column);
     });
   }
 };

@@ -8,112 +8,34 @@
 
 #pragma once
 
-#include "simd.h"
-
-#if defined(__AMX_BF16__) && defined(__AMX_TILE__)
-#define HAS_TILES 1
-#else
-#define HAS_TILES 0
-#endif
+#include "product_task.h"
 
 namespace product {
 
-constexpr int64_t TILE = 16, DEPTH = 32, TILE_SIZE = TILE * DEPTH;
+// From this many pairs of row tiles a thread, threads share rows instead of outputs: each reads
+// all weights, but no thread touches another one's rows of x and y.
+constexpr int64_t MIN_OWN_PAIRS = 4;
 
-// A linear module: [O / 16][I / 32][16 pairs of inputs][16 outputs][2], and [O] or null.
-struct Packed {
-  const bf16* weight;
-  const float* bias;
-  int64_t num_out, num_in;
-};
+// Whether the threads of a team share this many rows.
+inline bool is_by_rows(int64_t num_rows) {
+  return ceil_div(num_rows, 2 * TILE) >= MIN_OWN_PAIRS * omp_get_num_threads();
+}
 
-// x [T, I]. Where T is over 16, the last tile's rows beyond T are read as well, and change
-// nothing: they are `rest`, that tile alone, where it is not null, else what lies behind the last
-// row.
-struct Input {
-  const bf16* rows;
-  int64_t stride;  // in numbers
-  int64_t num_rows;
-  const bf16* rest;  // [16, I]
-};
+// This thread's tiles of rows then.
+inline Share own_tiles(int64_t num_rows) { return Share(ceil_div(num_rows, TILE)); }
 
 #if HAS_TILES
-
-using Bytes = const char*;
-
-constexpr int64_t LINE = 64, TILE_BYTES = TILE_SIZE * sizeof(bf16), ROW_BYTES = DEPTH * sizeof(bf16);
 
 // Steps after which sums are put aside for the next rows: two tiles of outputs that wide, 36 KiB,
 // stay in an L1 of 48.
 constexpr int64_t MAX_STEPS = 18;
 // Rows that are multiplied by all weights in turn: their inputs stay in an L2 of 2 MiB.
 constexpr int64_t BLOCK_BYTES = 800 << 10, MAX_PAIRS = 16;
-// From this many pairs of row tiles a thread, threads share rows instead of outputs: each reads
-// all weights, but no thread touches another one's rows of x and y.
-constexpr int64_t MIN_OWN_PAIRS = 4;
-
-using Sums = float[TILE * TILE];
-
-struct TileConfig {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t row_bytes[16] = {};
-  uint8_t rows[16] = {};
-};
-
-// Tiles 0 to 3 are sums and 4 x, with `num_rows` rows; 5 to 7 weights, or 5 x as well.
-inline void configure(int64_t num_rows = TILE) {
-  TileConfig config;
-  for (int tile = 0; tile < 8; ++tile)
-    config.rows[tile] = tile <= 4 ? num_rows : 16, config.row_bytes[tile] = 64;
-  _tile_loadconfig(&config);
-}
-
-inline void write(const Sums& sums, int64_t count, const float* bias, bf16* y, int64_t stride) {
-  __m512 added = bias ? _mm512_loadu_ps(bias) : _mm512_setzero_ps();
-  for (int64_t row = 0; row < count; ++row)
-    store(y + row * stride, _mm512_add_ps(_mm512_load_ps(sums + row * TILE), added));
-}
-
-// Two tiles side by side: whole lines of y.
-inline void write_pair(const Sums* sums, int64_t count, const float* bias, bf16* y,
-                       int64_t stride) {
-  __m512 left = bias ? _mm512_loadu_ps(bias) : _mm512_setzero_ps();
-  __m512 right = bias ? _mm512_loadu_ps(bias + TILE) : _mm512_setzero_ps();
-  for (int64_t row = 0; row < count; ++row) {
-    __m512 low = _mm512_add_ps(_mm512_load_ps(sums[0] + row * TILE), left);
-    __m512 high = _mm512_add_ps(_mm512_load_ps(sums[1] + row * TILE), right);
-    _mm512_storeu_si512(y + row * stride, (__m512i)_mm512_cvtne2ps_pbh(high, low));
-  }
-}
-
-// A product, and what follows from its sizes.
-struct Task {
-  const Packed& p;
-  const Input& x;
-  bf16* y;
-  int64_t y_stride, depth, row_tiles, out_tiles;
-
-  Bytes weight(int64_t out_tile) const {
-    return (Bytes)p.weight + out_tile * depth * TILE_BYTES;
-  }
-
-  // The sums of a tile of rows and `count` tiles of outputs (1 or 2).
-  void write_out(const Sums* sums, int64_t row_tile, int64_t out_tile, int64_t count) const {
-    int64_t row = row_tile * TILE, column = out_tile * TILE;
-    int64_t rows = std::min(TILE, x.num_rows - row);
-    const float* bias = p.bias ? p.bias + column : nullptr;
-    bf16* to = y + row * y_stride + column;
-    if (count == 2)
-      write_pair(sums, rows, bias, to, y_stride);
-    else
-      write(sums[0], rows, bias, to, y_stride);
-  }
-};
 
 // One tile of rows at most: bound by reading the weight, which several tiles of outputs at once
 // do from as many places.
-template <int OUT_TILES>
-inline void multiply_few(const Task& t, int64_t out_tile) {
+template <int OUT_TILES, typename E>
+inline void multiply_few(const Task& t, int64_t out_tile, E& epilogue) {
   alignas(LINE) Sums sums[4];
   Bytes x = (Bytes)t.x.rows, w = t.weight(out_tile);
   int64_t stride = t.x.stride * sizeof(bf16), gap = t.depth * TILE_BYTES;
@@ -144,21 +66,19 @@ inline void multiply_few(const Task& t, int64_t out_tile) {
       fetch(w + 3 * gap);
     }
   }
-  _tile_stored(0, sums[0], LINE);
-  _tile_stored(1, sums[1], LINE);
-  _tile_stored(2, sums[2], LINE);
-  _tile_stored(3, sums[3], LINE);
-  t.write_out(sums, 0, out_tile, std::min(OUT_TILES, 2));
-  if (OUT_TILES == 4) t.write_out(sums + 2, 0, out_tile + 2, 2);
+  store_sums(sums);
+  epilogue.finish_few(t, sums, out_tile, std::min(OUT_TILES, 2));
+  if (OUT_TILES == 4) epilogue.finish_few(t, sums + 2, out_tile + 2, 2);
 }
 
-inline void run_few(const Task& t) {
+template <typename E>
+inline void run_few(const Task& t, E& epilogue) {
   configure(t.x.num_rows);
   Share share(ceil_div(t.out_tiles, 2));
   int64_t tile = 2 * share.begin, end = std::min(2 * share.end, t.out_tiles);
-  for (; tile + 4 <= end; tile += 4) multiply_few<4>(t, tile);
-  for (; tile + 2 <= end; tile += 2) multiply_few<2>(t, tile);
-  if (tile < end) multiply_few<1>(t, tile);
+  for (; tile + 4 <= end; tile += 4) multiply_few<4>(t, tile, epilogue);
+  for (; tile + 2 <= end; tile += 2) multiply_few<2>(t, tile, epilogue);
+  if (tile < end) multiply_few<1>(t, tile, epilogue);
 }
 
 struct Rows {
@@ -201,9 +121,9 @@ inline void multiply(Bytes w0, Bytes w1, Rows x0, Rows x1, int64_t steps, Ahead&
 }
 
 // Two tiles of outputs for a block of rows, tiles `begin` to `end`.
-template <int NUM>
+template <int NUM, typename E>
 inline void multiply_block(const Task& t, int64_t out_tile, int64_t begin, int64_t end,
-                           Ahead ahead) {
+                           Ahead ahead, E& epilogue) {
   alignas(LINE) Sums parts[MAX_PAIRS][4];
   int64_t out_count = std::min<int64_t>(2, t.out_tiles - out_tile);
   Bytes w0 = t.weight(out_tile), w1 = t.weight(out_tile + out_count - 1);
@@ -237,62 +157,70 @@ inline void multiply_block(const Task& t, int64_t out_tile, int64_t begin, int64
         multiply<true, NUM>(v0, v1, x0, x1, steps, ahead);
       else
         multiply<false, NUM>(v0, v1, x0, x1, steps, ahead);
-      _tile_stored(0, sums[0], LINE);
-      _tile_stored(1, sums[1], LINE);
-      _tile_stored(2, sums[2], LINE);
-      _tile_stored(3, sums[3], LINE);
-      if (k + chunk < t.depth) continue;
-      for (int64_t i = 0; i < count; ++i)
-        t.write_out(sums + 2 * i, tile + i, out_tile, out_count);
+      if (k + chunk < t.depth)
+        store_sums(sums);
+      else
+        epilogue.finish(t, sums, tile, count, out_tile, out_count);
     }
   }
 }
 
 // Rows in tiles `begin` to `end`, outputs in pairs of tiles `first` to `last`.
-inline void run_block(const Task& t, int64_t begin, int64_t end, int64_t first, int64_t last) {
+template <typename E>
+inline void run_block(const Task& t, int64_t begin, int64_t end, int64_t first, int64_t last,
+                      E& epilogue) {
   int64_t pairs = ceil_div(end - begin, 2);
   for (int64_t pair = first; pair < last; ++pair) {
     int64_t tile = 2 * pair;
     Ahead ahead{t.weight(tile + 2), pairs * t.depth * LINE};
     if (pair + 1 == last)
-      multiply_block<0>(t, tile, begin, end, ahead);
+      multiply_block<0>(t, tile, begin, end, ahead, epilogue);
     else if (pairs <= 1)
-      multiply_block<32>(t, tile, begin, end, ahead);
+      multiply_block<32>(t, tile, begin, end, ahead, epilogue);
     else if (pairs <= 2)
-      multiply_block<16>(t, tile, begin, end, ahead);
+      multiply_block<16>(t, tile, begin, end, ahead, epilogue);
     else if (pairs <= 4)
-      multiply_block<8>(t, tile, begin, end, ahead);
+      multiply_block<8>(t, tile, begin, end, ahead, epilogue);
     else if (pairs <= 8)
-      multiply_block<4>(t, tile, begin, end, ahead);
+      multiply_block<4>(t, tile, begin, end, ahead, epilogue);
     else
-      multiply_block<2>(t, tile, begin, end, ahead);
+      multiply_block<2>(t, tile, begin, end, ahead, epilogue);
   }
 }
 
-inline void run_many(const Task& t) {
+template <typename E>
+inline void run_many(const Task& t, E& epilogue) {
   configure();
-  int64_t row_pairs = ceil_div(t.row_tiles, 2), out_pairs = ceil_div(t.out_tiles, 2);
-  bool is_by_rows = row_pairs >= MIN_OWN_PAIRS * omp_get_num_threads();
-  Share share(is_by_rows ? t.row_tiles : out_pairs);
+  int64_t out_pairs = ceil_div(t.out_tiles, 2);
+  bool is_by_rows = product::is_by_rows(t.x.num_rows);
+  Share share = is_by_rows ? own_tiles(t.x.num_rows) : Share(out_pairs);
   int64_t begin = is_by_rows ? share.begin : 0, end = is_by_rows ? share.end : t.row_tiles;
   int64_t first = is_by_rows ? 0 : share.begin, last = is_by_rows ? out_pairs : share.end;
   int64_t pair_bytes = 2 * TILE * t.p.num_in * sizeof(bf16);
   int64_t most = std::clamp<int64_t>(BLOCK_BYTES / pair_bytes, 1, MAX_PAIRS);
   int64_t pairs = ceil_div(end - begin, 2);
   int64_t size = pairs ? 2 * ceil_div(pairs, ceil_div(pairs, most)) : 1;
-  for (int64_t tile = begin; tile < end; tile += size)
-    run_block(t, tile, std::min(tile + size, end), first, last);
+  for (int64_t tile = begin; tile < end; tile += size) {
+    int64_t last_tile = std::min(tile + size, end);
+    epilogue.begin_rows(t, tile, last_tile);
+    run_block(t, tile, last_tile, first, last, epilogue);
+  }
 }
 
 // The product, by all threads of a team. A barrier must follow.
-inline void run(const Packed& p, const Input& x, bf16* y, int64_t y_stride) {
+template <typename E>
+inline void run(const Packed& p, const Input& x, bf16* y, int64_t y_stride, E&& epilogue) {
   Task task{p, x, y, y_stride, p.num_in / DEPTH, ceil_div(x.num_rows, TILE), p.num_out / TILE};
   if (task.row_tiles == 0) return;
   if (task.row_tiles == 1)
-    run_few(task);
+    run_few(task, epilogue);
   else
-    run_many(task);
+    run_many(task, epilogue);
   _tile_release();
+}
+
+inline void run(const Packed& p, const Input& x, bf16* y, int64_t y_stride) {
+  run(p, x, y, y_stride, Rounding{});
 }
 
 #else

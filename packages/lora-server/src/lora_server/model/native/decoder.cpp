@@ -31,7 +31,7 @@ struct Tokens {
 void gather(const Model& m, const Tokens& given, int64_t num_rows, bf16* hidden, bf16* cosine,
             bf16* sine) {
   constexpr int64_t AHEAD = 4;  // rows; each is somewhere else in the table
-  Share own(num_rows);
+  Share own = decoder::own_rows(num_rows);
   auto source = [&](int64_t t) {
     if (given.embedded) return given.embedded + t * m.hidden;
     return m.embedding + given.token_ids[t] * m.hidden;
@@ -55,9 +55,7 @@ void run_layers(const Layer* layers, int64_t count, const Step& step, Scratch& s
                 const bf16* in, bf16* out) {
   for (int64_t i = 0; i < count; ++i) {
     const Layer& layer = layers[i];
-#pragma omp single
-    for (int p = 0; p < 4; ++p)
-      if (layer.slots[p]) scratch.plans[p].make(*layer.slots[p], *step.routing);
+    scratch.plan(layer, step, i);
     Call{layer, step, scratch}.run(i ? out : in, out);
   }
 }
@@ -69,7 +67,7 @@ extern "C" void decoder_layers(const Layer* layers, int64_t count, const Step* s
                                const bf16* in, bf16* out) {
   static thread_local Scratch own_scratch;
   Scratch& scratch = own_scratch;  // the caller's, for all threads of the region
-  for (int64_t i = 0; i < count; ++i) scratch.reserve(layers[i], step->num_rows);
+  scratch.begin(layers, count, *step);
 #pragma omp parallel
   run_layers(layers, count, *step, scratch, in, out);
 }
@@ -84,7 +82,7 @@ extern "C" int decoder_model(const Model* model, const Layer* layers, int64_t co
   for (int64_t t = 0; t < num_rows && !tokens->embedded; ++t)
     if ((uint64_t)tokens->token_ids[t] >= (uint64_t)model->vocabulary) return 1;
   Scratch& scratch = own_scratch;
-  for (int64_t i = 0; i < count; ++i) scratch.reserve(layers[i], num_rows);
+  scratch.begin(layers, count, *step);
   own_hidden.reserve(num_rows * size);
   own_cosine.reserve(num_rows * model->width);
   own_sine.reserve(num_rows * model->width);

@@ -2,6 +2,7 @@
 // parts, rotary embeddings, paged attention, the gated MLP, both residuals.
 //
 // One team of threads walks through them, with a barrier where a phase needs all of the one before.
+// With many rows each thread keeps to its own, and that is before and after attention only.
 // Numbers are rounded where transformers rounds them. No row's result depends on another row's,
 // attention apart.
 //
@@ -13,8 +14,7 @@
 #include <cstring>
 
 #include "attention.h"
-#include "lora.h"
-#include "product.h"
+#include "lora_product.h"
 #include "rows.h"
 
 namespace decoder {
@@ -69,40 +69,84 @@ class Buffer {
 
 // What passes from phase to phase; rows are filled up to whole tiles.
 struct Scratch {
-  Buffer normed, projected, attended, inner;
+  Buffer normed, projected, attended, added, gated, inner;
+  Buffer kept;  // sums of few rows, in float32
   lora::Plan plans[4];
+  lora::Pieces pieces;
+
+  std::vector<bool> is_planned;  // by layer: as the one before
+
+  // What one thread does before a team runs layers.
+  void begin(const Layer* layers, int64_t count, const Step& s) {
+    is_planned.assign(count, true);
+    for (int64_t i = 0; i < count; ++i) {
+      reserve(layers[i], s.num_rows);
+      for (int p = 0; p < 4; ++p) {
+        const lora::Module *own = layers[i].slots[p], *last = i ? layers[i - 1].slots[p] : nullptr;
+        if (own && !(last && lora::Plan::is_same(*own, *last, *s.routing))) is_planned[i] = false;
+      }
+    }
+    if (s.routing) pieces.make(*s.routing, s.num_rows);
+  }
 
   void reserve(const Layer& l, int64_t num_rows) {
     int64_t rows = ceil_div(num_rows, product::TILE) * product::TILE, widest = 0;
     for (const product::Packed& p : l.projections) widest = std::max(widest, p.num_out);
     normed.reserve(rows * l.projections[0].num_in);
-    projected.reserve(rows * widest);
+    projected.reserve(rows * l.projections[0].num_out);
     attended.reserve(rows * l.projections[1].num_in);
+    added.reserve(rows * l.projections[1].num_out);
+    gated.reserve(rows * l.projections[2].num_out);
     inner.reserve(rows * l.projections[3].num_in);
+    kept.reserve(2 * (std::min(rows, lora::tiles::MAX_KEPT_ROWS) * widest + product::TILE));
   }
 
-  // What one thread works out before all of a team run a layer.
-  void plan(const Layer& l, const Step& s) {
+  // By all threads of a team, before a layer.
+  void plan(const Layer& l, const Step& s, int64_t index) {
+    if (is_planned[index]) return;
+#pragma omp barrier
+#pragma omp single
     for (int p = 0; p < 4; ++p)
       if (l.slots[p]) plans[p].make(*l.slots[p], *s.routing);
   }
 };
+
+// The rows that this thread begins and ends a layer with: whole tiles, where products share rows.
+inline Share own_rows(int64_t num_rows) {
+  if (!product::is_by_rows(num_rows)) return Share(num_rows);
+  Share own = product::own_tiles(num_rows);
+  own.begin *= product::TILE;
+  own.end = std::min(own.end * product::TILE, num_rows);
+  return own;
+}
 
 struct Call {
   const Layer& l;
   const Step& s;
   Scratch& w;
 
-  // y = x W^T + LoRA, by all threads; ends with a barrier.
+  // Whether threads need nothing of each other's but in attention.
+  bool is_apart() const {
+    bool result = product::is_by_rows(s.num_rows);
+    for (const lora::Module* m : l.slots) result &= !m || lora::is_apart(*m, s.num_rows);
+    return result;
+  }
+
+  // A barrier where threads are not apart.
+  static void meet(bool is_apart) {
+    if (is_apart) return;
+#pragma omp barrier
+  }
+
+  // y = x W^T + LoRA, by all threads; a barrier must follow.
   void project(int index, const bf16* x, bf16* y) const {
     const product::Packed& p = l.projections[index];
-    product::run(p, {x, p.num_in, s.num_rows, nullptr}, y, p.num_out);
-    const lora::Module* m = l.slots[index];
-    if (m) lora::shrink(*m, *s.routing, w.plans[index], x, p.num_in);
-#pragma omp barrier
-    if (!m) return;
-    lora::expand(*m, *s.routing, w.plans[index], y, p.num_out);
-#pragma omp barrier
+    product::Input input{x, p.num_in, s.num_rows, nullptr};
+    if (const lora::Module* m = l.slots[index])
+      lora::run(p, input, y, p.num_out, *m, *s.routing, w.plans[index], w.pieces,
+                (float*)w.kept.data());
+    else
+      product::run(p, input, y, p.num_out);
   }
 
   // Norms and rotary embeddings of a row's queries and keys in place; then its keys and values
@@ -144,34 +188,39 @@ struct Call {
   // thread that will begin with it in the next layer.
   void run(const bf16* in, bf16* out) const {
     int64_t hidden = l.projections[0].num_in, num_inner = l.projections[3].num_in;
-    bf16 *normed = w.normed.data(), *projected = w.projected.data();
-    bf16 *attended = w.attended.data(), *inner = w.inner.data();
-    Share own(s.num_rows);
+    bf16 *normed = w.normed.data(), *projected = w.projected.data(), *inner = w.inner.data();
+    bf16 *attended = w.attended.data(), *added = w.added.data(), *gated = w.gated.data();
+    Share own = own_rows(s.num_rows);
+    bool apart = is_apart();
     for (int64_t t = own.begin; t < own.end; ++t)
       rows::normalise(in + t * hidden, l.input_norm, l.input_epsilon, normed + t * hidden, hidden);
-#pragma omp barrier
+    meet(apart);
     project(0, normed, projected);
+    meet(apart);
     for (int64_t t = own.begin; t < own.end; ++t)
       place(t, projected + t * l.projections[0].num_out);
 #pragma omp barrier
     attend(projected, attended);
-    project(1, attended, projected);
+    project(1, attended, added);
+    meet(apart);
     for (int64_t t = own.begin; t < own.end; ++t) {
       bf16* row = out + t * hidden;
       if (in != out) memcpy(row, in + t * hidden, hidden * sizeof(bf16));
-      rows::add(row, projected + t * hidden, hidden);
+      rows::add(row, added + t * hidden, hidden);
       rows::normalise(row, l.inner_norm, l.inner_epsilon, normed + t * hidden, hidden);
     }
-#pragma omp barrier
-    project(2, normed, projected);
+    meet(apart);
+    project(2, normed, gated);
+    meet(apart);
     for (int64_t t = own.begin; t < own.end; ++t) {
-      const bf16* gate = projected + t * 2 * num_inner;
+      const bf16* gate = gated + t * 2 * num_inner;
       rows::silu_multiply(gate, gate + num_inner, inner + t * num_inner, num_inner);
     }
-#pragma omp barrier
-    project(3, inner, projected);
+    meet(apart);
+    project(3, inner, added);
+    meet(apart);
     for (int64_t t = own.begin; t < own.end; ++t)
-      rows::add(out + t * hidden, projected + t * hidden, hidden);
+      rows::add(out + t * hidden, added + t * hidden, hidden);
   }
 };
 
