@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Protocol
 import uvicorn
 
 from lora_server.cli.connections import ConnectionConfig, ConnectionLimits
-from lora_server.cli.courtesy import wait_for_turns
 from lora_server.cli.drain import Drain, Drainable
 
 if TYPE_CHECKING:
@@ -92,7 +91,6 @@ class ServiceServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, then tell `on_listening`."""
-        wait_for_turns()
         await super().startup(sockets)
         if self.on_hangup is not None:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.on_hangup)
