@@ -88,6 +88,16 @@ inline void transpose(__m512i* rows) {
   }
 }
 
+// Asks the memory for a line, into the caches from that level on. Not `_mm_prefetch`: compilers take
+// a function that does nothing else for one without effect, and leave its calls out.
+template <int LEVEL>
+inline void prefetch(const void* place) {
+  if constexpr (LEVEL == 1)
+    asm volatile("prefetcht0 (%0)" ::"r"(place));
+  else
+    asm volatile("prefetcht1 (%0)" ::"r"(place));
+}
+
 // The part of `total` pieces of work that falls to this thread of a team.
 struct Share {
   int64_t begin, end;

@@ -102,49 +102,69 @@ class Scorer {
 #endif
 };
 
-// Attends for key heads [first_head, last_head) of one run; `rows` holds a Partial for each of
-// their query heads.
+// A run of keys of one sequence, for some of its key heads.
+struct Unit {
+  int64_t b, index;        // the sequence; the run in all of them
+  int64_t begin, end;      // keys
+  int64_t first_head, num_heads;  // key heads
+  bool is_whole;           // the sequence's only run
+};
+
+// Attends for one unit, whose keys are in the stream from `place`; `rows` holds a Partial for each
+// of its query heads.
 template <typename T>
-void attend_run(const Decode& d, const T* query, const T* data, float scaling, int64_t b,
-                int64_t run, int64_t first_head, int64_t last_head, float* rows) {
-  static thread_local std::vector<const T*> keys;
+void attend(const Decode& d, const Unit& unit, const T* query, float scaling, Stream<T>& stream,
+            int64_t place, float* rows) {
   static thread_local Buffer<float> score_buffer, next_buffer;
   int64_t groups = d.num_heads / d.num_kv_heads, size = Partial::row_size(d.width);
-  int64_t num_heads = (last_head - first_head) * groups, offset = d.num_kv_heads * d.width;
+  int64_t num_heads = unit.num_heads * groups;
   float* scores = score_buffer.of(num_heads * SEGMENT);
   float* next = next_buffer.of(num_heads * size);
-  int64_t begin = d.begin(b) + run * RUN, end = std::min(begin + RUN, d.end(b));
-  query += d.row(b) * d.query_row + first_head * groups * d.query_head;
-  Scorer<T> scorer(d, query, last_head - first_head);
-  keys.resize(RUN + LANES);
-  find_keys(data, d.blocks + b * d.blocks_per_sequence, d.block_size, d.num_kv_heads, d.width,
-            first_head, begin, end, keys.data());
-  std::fill_n(keys.data() + end - begin, LANES, keys[end - begin - 1]);  // fills up a register
-  for (int64_t segment = begin; segment < end; segment += SEGMENT) {
+  query += d.row(unit.b) * d.query_row + unit.first_head * groups * d.query_head;
+  Scorer<T> scorer(d, query, unit.num_heads);
+  int64_t end = place + unit.end - unit.begin;
+  for (int64_t segment = place; segment < end; segment += SEGMENT) {
     int64_t count = std::min(SEGMENT, end - segment);
-    Segment<T> part{keys.data() + segment - begin, count, end - segment, d.width,
-                    last_head - first_head, groups, offset};
-    if (segment == begin) part.fetch(0, part.AHEAD);
+    Segment<T> part{stream.keys + segment, count,         d.width, unit.num_heads,
+                    groups,                stream.offset, stream,  segment};
     scorer.score(part, scores);
-    float* place = segment == begin ? rows : next;
+    float* to = segment == place ? rows : next;
     for (int64_t head = 0; head < num_heads; ++head)
-      weigh(scores + head * SEGMENT, count, scaling * (float)M_LOG2E, place + head * size);
-    part.sum_values(scores, place + LANES, size);
-    if (segment == begin) continue;
+      weigh(scores + head * SEGMENT, count, scaling * (float)M_LOG2E, to + head * size);
+    part.sum_values(scores, to + LANES, size);
+    if (segment == place) continue;
     for (int64_t head = 0; head < num_heads; ++head)
       Partial{rows + head * size, size}.add({next + head * size, size});
+  }
+}
+
+// What falls to this thread of all runs, `shares` units each: about as many keys as to the others.
+inline void find_units(const Decode& d, int64_t heads, std::vector<Unit>& units) {
+  int64_t shares = d.num_kv_heads / heads, total = 0, before = 0, index = 0;
+  for (int64_t b = 0; b < d.num_sequences; ++b) total += (d.end(b) - d.begin(b)) * shares;
+  Share own(total);
+  units.clear();
+  for (int64_t b = 0; b < d.num_sequences; ++b) {
+    int64_t num_runs = d.num_runs(b);
+    for (int64_t run = 0; run < num_runs; ++run, ++index) {
+      int64_t begin = d.begin(b) + run * RUN, end = std::min(begin + RUN, d.end(b));
+      for (int64_t share = 0; share < shares; ++share, before += end - begin) {
+        int64_t middle = before + (end - begin) / 2;
+        if (middle >= own.begin && middle < own.end)
+          units.push_back({b, index, begin, end, share * heads, heads, num_runs == 1});
+      }
+    }
   }
 }
 
 // By all threads of a team; ends with a barrier.
 template <typename T>
 void decode(const Decode& d, const T* query, T* out, const T* data, float scaling) {
-  static thread_local std::vector<int64_t> bounds;  // of each sequence's runs, in all
+  static thread_local std::vector<Unit> units;
+  static thread_local std::vector<const T*> keys;
   static thread_local Buffer<float> own_buffer, shared_buffer;
-  int64_t groups = d.num_heads / d.num_kv_heads, size = Partial::row_size(d.width);
-  bounds.assign(1, 0);
-  for (int64_t b = 0; b < d.num_sequences; ++b) bounds.push_back(bounds.back() + d.num_runs(b));
-  int64_t num_runs = bounds.back();
+  int64_t groups = d.num_heads / d.num_kv_heads, size = Partial::row_size(d.width), num_runs = 0;
+  for (int64_t b = 0; b < d.num_sequences; ++b) num_runs += d.num_runs(b);
   bool is_split = num_runs > d.num_sequences;
   float* shared = nullptr;  // [runs, H] partial results
   if (is_split) {
@@ -158,33 +178,43 @@ void decode(const Decode& d, const T* query, T* out, const T* data, float scalin
   // A thread takes all key heads of a run, which lie side by side in memory, unless there are too
   // few runs for all threads.
   int64_t heads = num_runs >= 2 * omp_get_num_threads() ? d.num_kv_heads : 1;
-  int64_t shares = ceil_div(d.num_kv_heads, heads);
+  find_units(d, heads, units);
+  int64_t count = 0, place = 0;
+  for (const Unit& unit : units) count += unit.end - unit.begin;
+  keys.resize(count + LANES);
+  for (const Unit& unit : units) {
+    find_keys(data, d.blocks + unit.b * d.blocks_per_sequence, d.block_size, d.num_kv_heads,
+              d.width, unit.first_head, unit.begin, unit.end, keys.data() + place);
+    place += unit.end - unit.begin;
+  }
+  if (count) std::fill_n(keys.data() + count, LANES, keys[count - 1]);  // fills up a register
+  Stream<T> stream{keys.data(), count, heads * d.width, d.num_kv_heads * d.width};
+  stream.fetch_to(stream.AHEAD);
 #if HAS_TILES
   if (uses_tiles<T>(d)) product::configure();
 #endif
-#pragma omp for schedule(dynamic)
-  for (int64_t unit = 0; unit < num_runs * shares; ++unit) {
-    int64_t index = unit / shares, first_head = unit % shares * heads;
-    int64_t b = std::upper_bound(bounds.begin(), bounds.end(), index) - bounds.begin() - 1;
-    bool is_whole = bounds[b + 1] - bounds[b] == 1;
-    float* rows = is_whole ? own_buffer.of(d.num_heads * size)
-                           : shared + (index * d.num_heads + first_head * groups) * size;
-    attend_run(d, query, data, scaling, b, index - bounds[b], first_head, first_head + heads,
-               rows);
-    if (is_whole)
-      for (int64_t head = 0; head < heads * groups; ++head)
-        finish(b, first_head * groups + head, rows + head * size);
+  place = 0;
+  for (const Unit& unit : units) {
+    float* rows = unit.is_whole
+                      ? own_buffer.of(d.num_heads * size)
+                      : shared + (unit.index * d.num_heads + unit.first_head * groups) * size;
+    attend(d, unit, query, scaling, stream, place, rows);
+    place += unit.end - unit.begin;
+    for (int64_t head = 0; unit.is_whole && head < heads * groups; ++head)
+      finish(unit.b, unit.first_head * groups + head, rows + head * size);
   }
 #if HAS_TILES
   if (uses_tiles<T>(d)) _tile_release();
 #endif
+#pragma omp barrier
   if (!is_split) return;
 #pragma omp for
   for (int64_t unit = 0; unit < d.num_sequences * d.num_heads; ++unit) {
-    int64_t b = unit / d.num_heads, head = unit % d.num_heads;
-    if (bounds[b + 1] - bounds[b] == 1) continue;
-    float* row = shared + (bounds[b] * d.num_heads + head) * size;
-    for (int64_t run = bounds[b] + 1; run < bounds[b + 1]; ++run)
+    int64_t b = unit / d.num_heads, head = unit % d.num_heads, first = 0;
+    for (int64_t other = 0; other < b; ++other) first += d.num_runs(other);
+    if (d.num_runs(b) == 1) continue;
+    float* row = shared + (first * d.num_heads + head) * size;
+    for (int64_t run = first + 1; run < first + d.num_runs(b); ++run)
       Partial{row, size}.add({shared + (run * d.num_heads + head) * size, size});
     finish(b, head, row);
   }

@@ -10,8 +10,8 @@
 
 namespace attention {
 
-constexpr int64_t SEGMENT = 128;     // keys whose weights are relative to one largest logit
-constexpr int64_t RUN = 4 * SEGMENT;  // keys that one thread takes at least
+constexpr int64_t SEGMENT = 64;       // keys whose weights are relative to one largest logit
+constexpr int64_t RUN = 8 * SEGMENT;  // keys that one thread takes at least
 constexpr int64_t VALUES = 2 * LANES;  // numbers of a value taken at a time
 
 // sum += the products of 32 numbers of both sides, or of 16, lane by lane.
@@ -91,20 +91,47 @@ void in_blocks(int64_t count, F run) {
     }
 }
 
+// The keys that a thread will take, in their order, and how far the memory has been asked for them
+// and their values. That goes on evenly beside the arithmetic, across the ends of runs, so that
+// neither waits for the other. To the second level: the first one's few places for lines on their
+// way would hold up other loads.
+template <typename T>
+struct Stream {
+  const T* const* keys;
+  int64_t count;
+  int64_t key_size, offset;  // numbers of a key, all heads; from a key to its value
+  int64_t next = 0;
+
+  static constexpr int64_t AHEAD = SEGMENT;
+
+  void fetch_to(int64_t end) {
+    constexpr int64_t LINE = 64 / sizeof(T);
+    for (end = std::min(end, count); next < end; ++next)
+      for (const T* part : {keys[next], keys[next] + offset})
+        for (int64_t d = 0; d < key_size; d += LINE) prefetch<2>(part + d);
+  }
+};
+
 template <typename T>
 struct Segment {
-  const T* const* keys;  // [num_known], and as many valid ones as fill up a register
-  int64_t count, num_known;  // keys of the segment; with those of later ones, to be fetched
+  const T* const* keys;  // [count], and as many valid ones as fill up a register
+  int64_t count;
   int64_t width;
   int64_t num_kv_heads, groups;  // key heads that are taken; query heads of each
   int64_t offset;                // from a key to its value
+  Stream<T>& stream;
+  int64_t place;  // of the first key in the stream
 
   static constexpr int HEADS = 4;  // query heads that share a pass over keys or values
+
+  // Asks for the keys that are wanted a segment later. `part` is what has been done with the keys,
+  // in halves of them: their scores, the sums of their values.
+  void fetch(int64_t part) const { stream.fetch_to(place + stream.AHEAD + part / 2); }
 
   // scores[head][k] = query of the head . key k; rows of SEGMENT numbers.
   void score(const T* query, int64_t query_head, float* scores) const {
     for (int64_t k = 0; k < count; k += LANES) {
-      fetch(k + AHEAD, k + AHEAD + LANES);
+      fetch(k + LANES);
       for (int64_t kv_head = 0; kv_head < num_kv_heads; ++kv_head)
         in_blocks<HEADS>(groups, [&](int64_t g, auto heads) {
           int64_t head = kv_head * groups + g;
@@ -116,11 +143,12 @@ struct Segment {
 
   // sums[head] = the weighted sum of values.
   void sum_values(const float* weights, float* sums, int64_t stride) const {
-    for (int64_t kv_head = 0; kv_head < num_kv_heads; ++kv_head)
+    for (int64_t kv_head = 0; kv_head < num_kv_heads; ++kv_head) {
+      fetch(count + (kv_head + 1) * count / num_kv_heads);
       in_blocks<HEADS>(groups, [&](int64_t g, auto heads) {
-        int64_t head = kv_head * groups + g, place = offset + kv_head * width;
+        int64_t head = kv_head * groups + g, value = offset + kv_head * width;
         auto run = [&](int64_t d, auto function) {
-          (this->*function)(place + d, weights + head * SEGMENT, sums + head * stride + d, stride);
+          (this->*function)(value + d, weights + head * SEGMENT, sums + head * stride + d, stride);
         };
         int64_t d = 0;
         for (; d + 2 * VALUES <= width; d += 2 * VALUES)
@@ -131,19 +159,8 @@ struct Segment {
         }
         if (d < width) run(d, &Segment::template sum_block<heads, 1, true>);
       });
+    }
   }
-
-  // Lets the memory send keys `from` to `to` and their values, front to back. To the second level:
-  // the first one's few places for lines on their way would hold up other loads.
-  void fetch(int64_t from, int64_t to) const {
-    constexpr int64_t LINE = 64 / sizeof(T);
-    for (int64_t i = from; i < std::min(to, num_known); ++i)
-      for (int64_t part = 0; part <= offset; part += offset)
-        for (int64_t d = 0; d < num_kv_heads * width; d += LINE)
-          _mm_prefetch((const char*)(keys[i] + part + d), _MM_HINT_T1);
-  }
-
-  static constexpr int64_t AHEAD = 2 * LANES;  // keys that are fetched before they are needed
 
  private:
   template <int NH>

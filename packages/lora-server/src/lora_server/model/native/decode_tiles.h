@@ -34,7 +34,7 @@ class QueryTiles {
     int64_t row = s.num_kv_heads * s.width;
     bf16* copy = copy_buffer_.of(TILE * row);
     for (int64_t k = 0; k < s.count; k += TILE) {
-      s.fetch(k + s.AHEAD, k + s.AHEAD + LANES);
+      s.fetch(k + LANES);
       const bf16* first = s.keys[k];
       int64_t stride = s.keys[k + 1] - first;
       bool is_even = stride > 0;
