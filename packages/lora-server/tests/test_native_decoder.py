@@ -309,6 +309,21 @@ if has_tiles():
             assert torch.equal(torch.cat(parts)[0], wanted[0])
             check(torch.cat(parts), wanted.double())
 
+    def test_a_step_of_so_many_rows_that_threads_keep_to_their_own_has_the_bits_of_small_ones(
+        served: Served,
+    ) -> None:
+        uses = [USES[i % 3] for i in (0, 1, 2, 2, 0, 1, 1, 0)]
+        counts = (60, 57, 64, 33, 61, 64, 50, 62)
+        rows = [
+            Row(sequence=i, adapters=use, context=0, tokens=tokens(count, i))
+            for i, (use, count) in enumerate(zip(uses, counts, strict=True))
+        ]
+        alone = [served.step([row])[0] for row in rows]
+        before = served.stack.num_calls
+        for found, wanted in zip(served.step(rows), alone, strict=True):
+            assert torch.equal(found, wanted)
+        assert served.stack.num_calls == before + 1
+
     def test_weighted_sets_go_through_the_layers_own_forward(served: Served) -> None:
         use, prompt = (("a", 0.5), ("b", 1.5)), tokens(20, 5)
         before = served.stack.num_calls
