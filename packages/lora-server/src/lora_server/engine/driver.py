@@ -12,6 +12,7 @@ import queue
 import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
 import torch
@@ -19,6 +20,7 @@ import torch
 from lora_server.errors import EngineError, NotReadyError
 
 from .core import AnyRequest, Core, Output
+from .hand_over import HandOver
 from .messages import EngineOutput, RequestFailed, SequenceOutput, merge_tokens
 from .pooling_request import PoolingOutput
 
@@ -90,6 +92,7 @@ class Engine(Generic[C]):
         self._held: list[Output] = []
         """Outputs of the last step, until the next one's computation begins."""
         core.before_forward = self._flush
+        self._hand_over = HandOver()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._is_stopping = False
         self._is_draining = False
@@ -101,6 +104,7 @@ class Engine(Generic[C]):
 
     def start(self) -> None:
         """Start the thread."""
+        self._hand_over.start()
         self._thread.start()
 
     def stop(self) -> None:
@@ -109,6 +113,7 @@ class Engine(Generic[C]):
         self._post(self._stop)
         if self._thread.is_alive():
             self._thread.join()
+        self._hand_over.stop()
 
     def begin_shutdown(self) -> None:
         """Refuse new requests and end the running ones, whose streams close with `abort`."""
@@ -262,10 +267,7 @@ class Engine(Generic[C]):
                 batch = by_loop.setdefault(loop, [])
             batch.append((stream, output))
         for loop, batch in by_loop.items():
-            try:
-                loop.call_soon_threadsafe(_put_all, batch)
-            except RuntimeError:
-                _log.debug("an event loop closed before its outputs came")
+            self._hand_over.put(loop, partial(_put_all, batch))
         self._forget_ended(outputs)
 
     def _forget_ended(self, outputs: Sequence[Output]) -> None:
