@@ -95,12 +95,14 @@ class EmbeddingParts:
 
 def embedding_parts(module: nn.Module) -> EmbeddingParts | None:
     """Return the parts of an embedding, wrapped or not; None where it does more than look up."""
-    is_wrapped = type(module) is LoraEmbedding
-    base = module.base_layer if is_wrapped else module
+    stack: SlotStack | None = None
+    base = module
+    if isinstance(module, LoraEmbedding):
+        stack, base = module.stack, module.base_layer
     if type(base) is not nn.Embedding or base.max_norm is not None:
         return None
     if any(part._forward_hooks or part._forward_pre_hooks for part in (module, base)):  # noqa: SLF001
         return None
     if not base.weight.is_contiguous():
         return None
-    return EmbeddingParts(base.weight, module.stack if is_wrapped else None)
+    return EmbeddingParts(base.weight, stack)

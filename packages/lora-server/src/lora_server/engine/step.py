@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_WRITING_SHARE = 0.1
+_WRITING_SHARE = 0.2
 """Part of a step's time that may be spent on writing adapter slots before the next one."""
 _MIN_WRITING_S = 0.002
 

@@ -144,8 +144,12 @@ class NativeForward:
             logits_to_keep: `[S]` int64 rows, or 0 for all of them.
             options: none, for the kernel.
         """
-        is_plain = input_ids is not None and position_ids is not None and use_cache is False
-        if is_plain and not options:
+        if (
+            input_ids is not None
+            and position_ids is not None
+            and use_cache is False
+            and not options
+        ):
             states = self._run_native(input_ids, position_ids, logits_to_keep)
             if states is not None:
                 return CausalLMOutput(logits=self._parts.head(states))
