@@ -52,7 +52,8 @@ def test_finds_the_first_of_the_largest(dtype: torch.dtype, shift: float, width:
     "row", [[0.0, -0.0, 0.0], [-0.0, 0.0, -1.0], [-2.0, -1.0, -1.0], [3, 5, 5]]
 )
 def test_takes_zeros_of_both_signs_as_equal(dtype: torch.dtype, row: list[float]) -> None:
-    logits = torch.tensor([row, [1.0, 2.0, 3.0]], dtype=dtype)
+    rows = [[*start, *[-9.0] * (64 - len(start))] for start in (row, [1.0, 2.0, 3.0])]
+    logits = torch.tensor(rows, dtype=dtype)
 
     assert find_largest(logits).token_ids == first_largest(logits)
 
@@ -60,16 +61,17 @@ def test_takes_zeros_of_both_signs_as_equal(dtype: torch.dtype, row: list[float]
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bad", [float("nan"), -float("nan"), float("inf")])
 @pytest.mark.parametrize("others", [1.0, -1.0])
-def test_sees_what_is_not_finite(dtype: torch.dtype, bad: float, others: float) -> None:
-    logits = torch.full((3, 40), others, dtype=dtype)
-    logits[1, 17] = bad
+@pytest.mark.parametrize("width", [40, 64])
+def test_sees_what_is_not_finite(dtype: torch.dtype, bad: float, others: float, width: int) -> None:
+    logits = torch.full((3, width), others, dtype=dtype)
+    logits[1, 37] = bad
 
     assert not find_largest(logits).is_finite
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_allows_tokens_of_no_probability(dtype: torch.dtype) -> None:
-    logits = torch.full((2, 40), -float("inf"), dtype=dtype)
+    logits = torch.full((2, 64), -float("inf"), dtype=dtype)
     logits[:, 3] = 1.0
     logits[1, 3] = -1.0
 
@@ -78,7 +80,7 @@ def test_allows_tokens_of_no_probability(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_refuses_a_row_without_any_probability(dtype: torch.dtype) -> None:
-    logits = torch.ones(2, 40, dtype=dtype)
+    logits = torch.ones(2, 64, dtype=dtype)
     logits[1] = -float("inf")
 
     assert not find_largest(logits).is_finite

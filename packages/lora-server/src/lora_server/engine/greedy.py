@@ -2,12 +2,13 @@
 
 torch's `max` over rows of bfloat16 converts each element by itself: on a CPU numpy finds the same
 ones among the bits in a fifth of the time, since it compares integers. A native kernel, which looks
-at each number once, takes a tenth of numpy's.
+at each number once, takes half of numpy's.
 """
 # ruff: noqa: N803, N806 -- tensors carry their axes as a suffix
 
 from __future__ import annotations
 
+from array import array
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -53,9 +54,10 @@ def find_largest(logits_BV: Tensor, kernels: LayerKernels | None = None) -> Larg
 
 
 def _by_kernel(logits_BV: Tensor, kernels: LayerKernels) -> Largest:
-    places_B = torch.empty(logits_BV.shape[0], dtype=torch.int64)
+    places_B = array("q", bytes(8 * logits_BV.shape[0]))
+    address, _ = places_B.buffer_info()
     is_finite = kernels.find_largest(
-        logits_BV.data_ptr(), logits_BV.stride(0), *logits_BV.shape, places_B.data_ptr()
+        logits_BV.data_ptr(), logits_BV.stride(0), *logits_BV.shape, address
     )
     return Largest(places_B.tolist(), bool(is_finite))
 
