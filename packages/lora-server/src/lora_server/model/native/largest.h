@@ -43,6 +43,7 @@ inline Largest find_largest(const float* x, int64_t width) { return find_largest
 // those of negative ones have it once all but the sign are turned over.
 struct Bits {
   static constexpr int64_t SIZE = 32, BLOCK = 64 * SIZE;
+  static constexpr int64_t AHEAD = 32 << 10;  // numbers; with 8 << 10 a tenth slower
   static constexpr int16_t INFINITE = 0x7f80;
 
   static __m512i ordered(__m512i bits) {
@@ -67,6 +68,7 @@ inline Largest find_largest(const bf16* x, int64_t width) {
   for (int64_t begin = 0; begin < width; begin += Bits::BLOCK) {
     __m512i most = _mm512_set1_epi16(INT16_MIN);
     for (int64_t i = begin; i < std::min(begin + Bits::BLOCK, width); i += Bits::SIZE) {
+      prefetch<2>(x + i + Bits::AHEAD);
       __m512i bits = _mm512_loadu_si512(x + i);
       sizes = _mm512_max_epi16(sizes, _mm512_and_si512(bits, magnitude));
       most = _mm512_max_epi16(most, Bits::ordered(bits));
