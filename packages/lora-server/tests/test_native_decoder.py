@@ -161,19 +161,29 @@ class Served:
         self.manager.register(key, self.manager.prepare(adapter))
 
     @torch.inference_mode()
-    def step(self, rows: Sequence[Row]) -> list[torch.Tensor]:
-        """Run one step; return the logits of each sequence's tokens."""
+    def step(self, rows: Sequence[Row], kept: torch.Tensor | None = None) -> list[torch.Tensor]:
+        """Run one step; return the logits of each sequence's tokens, or of the kept rows."""
         keys = {key for row in rows for key, _ in row.adapters}
         with self.manager.acquire(keys):
             runs = [RowRun(num_rows=len(r.tokens), adapters=r.adapters) for r in rows]
-            self.manager.set_routing(runs, runs)
+            heads = runs  # which rows of logits are whose
+            if kept is not None:
+                heads = [RowRun(num_rows=len(kept), adapters=rows[0].adapters)]
+            self.manager.set_routing(runs, heads)
             self.attention.step = lay_out(rows)
             ids = torch.tensor([[token for row in rows for token in row.tokens]])
             places = torch.tensor(
                 [[row.context + i for row in rows for i in range(len(row.tokens))]]
             )
-            logits = self.model(input_ids=ids, position_ids=places, use_cache=False).logits[0]
-        return list(logits.split([len(row.tokens) for row in rows]))
+            logits = self.model(
+                input_ids=ids,
+                position_ids=places,
+                use_cache=False,
+                logits_to_keep=0 if kept is None else kept,
+            ).logits[0]
+        return (
+            [logits] if kept is not None else list(logits.split([len(row.tokens) for row in rows]))
+        )
 
     @torch.inference_mode()
     def expected(self, adapters: tuple[tuple[str, float], ...], tokens: list[int]) -> torch.Tensor:
@@ -182,10 +192,14 @@ class Served:
         for key, scale in adapters:
             config = json.loads((self.paths[key] / "adapter_config.json").read_text())
             factors = load_file(self.paths[key] / "adapter_model.safetensors")
+            scaling = scale * config["lora_alpha"] / config["r"]
+            embedding = "base_model.model.model.embed_tokens.lora_embedding_{}"
+            if embedding.format("A") in factors:
+                a, b = (factors[embedding.format(letter)].bfloat16().double() for letter in "AB")
+                merged.model.embed_tokens.weight += scaling * (b @ a).T
             for path in MODULES:
                 name = f"base_model.model.{path}.lora_{{}}.weight"
                 a, b = (factors[name.format(letter)].bfloat16().double() for letter in "AB")
-                scaling = scale * config["lora_alpha"] / config["r"]
                 module = merged.get_submodule(path)
                 module.weight += scaling * (b @ a)
                 bias = factors.get(f"base_model.model.{path}.lora_B.bias")
@@ -356,6 +370,35 @@ if has_tiles():
         assert served.stack.num_calls == before
         check(served.step([plain])[0], served.expected(plain.adapters, prompt))
         assert served.stack.num_calls == before + 1
+
+    def test_an_adapter_that_changes_embeddings_takes_them_from_the_module(tmp_path: Path) -> None:
+        served = Served(FUSED["llama"], tmp_path, max_loras=3)
+        tables = {"model.embed_tokens": (96, 128)}
+        served.add(
+            "e", write_adapter(tmp_path / "e", MODULES, r=6, seed=5, std=0.08, embeddings=tables)
+        )
+        rows = [
+            Row(sequence=i, adapters=use, context=0, tokens=tokens(19, i))
+            for i, use in enumerate(((("e", 1.0),), (), (("a", 1.0),)))
+        ]
+        before = served.stack.num_calls
+        for logits, row in zip(served.step(rows), rows, strict=True):
+            check(logits, served.expected(row.adapters, row.tokens))
+        assert served.stack.num_calls == before + 1
+
+    def test_only_the_rows_that_are_wanted_reach_the_logits(served: Served) -> None:
+        row = Row(sequence=0, adapters=(("a", 1.0),), context=0, tokens=tokens(21, 3))
+        (every,) = served.step([row])
+        kept = torch.tensor([20, 3, 7])
+        before = served.stack.num_calls
+        (some,) = served.step([row], kept)
+        assert torch.equal(some, every[kept])
+        assert served.stack.num_calls == before + 1
+
+    def test_a_token_that_is_none_of_the_vocabulary_is_refused(served: Served) -> None:
+        row = Row(sequence=0, adapters=(), context=0, tokens=[*tokens(8, 3), 96])
+        with pytest.raises(IndexError):
+            served.step([row])
 
     def test_a_row_that_is_not_finite_reaches_no_other_sequence(tmp_path: Path) -> None:
         served = Served(FUSED["llama"], tmp_path)

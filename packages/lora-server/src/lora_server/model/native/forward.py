@@ -170,7 +170,8 @@ class NativeForward:
             if kept:
                 return None
             kept = torch.arange(num_rows)
-        if not ids.shape == positions.shape == (1, num_rows) or not num_rows:
+        is_right = all(part.dtype is torch.int64 for part in (ids, positions, kept))
+        if not is_right or not ids.shape == positions.shape == (1, num_rows) or not num_rows:
             return None
         addresses = self._stack.addresses(num_rows)
         if addresses is None:
