@@ -7,6 +7,7 @@ Letters: `N` slots, `R` max rank, `I` in, `O` out, `P` slices.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from functools import cached_property
 from itertools import accumulate
@@ -69,9 +70,6 @@ class StackedWeights:
         self.slot_ranks = [(0,) * self.num_slices] * self.num_slots
         table_shape = (self.num_slots, self.num_slices + 1)
         self.slot_table = torch.zeros(table_shape, dtype=torch.int32, device=a_storage.device)
-        is_on_cpu = a_storage.device.type == "cpu"
-        self._table = self.slot_table.numpy() if is_on_cpu else self.slot_table
-        """The same memory, written in a tenth of the time on a CPU."""
         self.affine: Tensor | None = None
         self.gain_slots: frozenset[int] = frozenset()
         self.bias_slots: frozenset[int] = frozenset()
@@ -279,9 +277,8 @@ class StackedWeights:
         self._written.note(slot, max(ranks))
         self.slot_ranks[slot] = ranks
         self._kind = None
-        for i, rank in enumerate(self.slot_ranks[slot]):
-            self._table[slot, i] = rank  # passed by value: no copy that the host waits for
-        self._table[slot, -1] = HAS_BIAS * (bias is not None) + HAS_GAIN * (gain is not None)
+        has_affine = HAS_BIAS * (bias is not None) + HAS_GAIN * (gain is not None)
+        self._write_row(slot, [*ranks, has_affine])
         if gain is not None:
             self.allocate_affine()[0, slot].copy_(gain)
             self.gain_slots |= {slot}
@@ -302,7 +299,7 @@ class StackedWeights:
     def _empty(self, slot: int, first: int) -> None:
         """Make every slice absent, with zeros from rank `first` on; no gain and no bias."""
         self.slot_ranks[slot] = (0,) * self.num_slices
-        self._table[slot] = 0
+        self._write_row(slot, [0] * (self.num_slices + 1))
         self._kind = None
         written = self._written.of(slot)
         if first < written:
@@ -315,6 +312,15 @@ class StackedWeights:
             self.affine[1, slot] = 0
         self.gain_slots -= {slot}
         self.bias_slots -= {slot}
+
+    def _write_row(self, slot: int, values: list[int]) -> None:
+        """Write a row of the slot table."""
+        row = self.slot_table[slot]
+        if row.device.type == "cpu":  # in a tenth of the time that torch takes
+            (ctypes.c_int32 * len(values)).from_address(row.data_ptr())[:] = values
+            return
+        for i, value in enumerate(values):
+            row[i] = value  # passed by value: no copy that the host waits for
 
     def _targets(self, slot: int, index: int, rank: int) -> Pair:
         """Return where a pair goes: views, kept since making them takes as long as a copy."""
@@ -333,10 +339,9 @@ class StackedWeights:
         lora_a, lora_b = pair
         out = self.out_features[index]
         rank = lora_a.shape[0] if lora_a.ndim else 0
-        found = [*lora_a.shape], [*lora_b.shape]
-        if found != ([rank, self.in_features], [out, rank]):
+        if lora_a.shape != (rank, self.in_features) or lora_b.shape != (out, rank):
             return (
-                f"slice {index} is lora_a {found[0]} and lora_b {found[1]}, "
+                f"slice {index} is lora_a {[*lora_a.shape]} and lora_b {[*lora_b.shape]}, "
                 f"expected [r, {self.in_features}] and [{out}, r]"
             )
         if not 1 <= rank <= self.max_rank:
