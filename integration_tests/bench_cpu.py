@@ -172,7 +172,7 @@ def throughput_rows(bench: Bench, found: dict[str, list[float]]) -> list[GoalRow
                 unit="",
                 bound=Bound.LEAST,
                 limit=0.8,
-                floor="as 1 without any writing of slots: 1",
+                floor="as many requests at work as in 1: 1",
                 details={"rounds": found["many"]},
             )
         )
@@ -348,7 +348,8 @@ def overhead_rows(bench: Bench) -> list[GoalRow]:
     """Goal 8: HTTP and scheduling around a forward pass that sleeps."""
     arguments = bench.flags({})
     log = bench.folder / "asleep.log"
-    with started(arguments, log, module="support.asleep") as server:
+    path = (f"PYTHONPATH={Path(__file__).parent}",)  # under PYTHONSAFEPATH too, as nox sets it
+    with started(arguments, log, module="support.asleep", variables=path) as server:
         case = Case(
             url=server.url,
             models=(BASE,),
