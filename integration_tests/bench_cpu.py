@@ -241,11 +241,11 @@ def prefill_rows(bench: Bench) -> list[GoalRow]:
     """Goal 4: one step of 512 prompt tokens."""
     adapters = bench.adapters("a", NUM_SLOTS, RANK)
     with stepping(bench.model.folder, adapters, max_loras=NUM_SLOTS) as stepper:
-        found = measure_prefill(stepper, list(adapters), 5 * bench.rounds)
+        found = measure_prefill(stepper, list(adapters), 15 * bench.rounds)
     added = bench.model.num_adapter_weights(RANK) / bench.model.num_linear_weights
     details = {
         "ms": {name: round(value, 1) for name, value in found.items()},
-        "steps": 5 * bench.rounds,
+        "steps": 15 * bench.rounds,
     }
     rows = (
         ("4a", "1 adapter, 1 prompt", "base, 1 prompt", 1.15),

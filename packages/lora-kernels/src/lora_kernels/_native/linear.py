@@ -54,16 +54,19 @@ def _wanted(
     weights: StackedWeights, routing: Routing
 ) -> tuple[torch.dtype | None, tuple[int, int], tuple[int, int]]:
     """Return the dtype and shapes of x and y that the kernel takes; no dtype if it takes none."""
-    is_possible = (
+    x_shape = routing.num_tokens, weights.in_features
+    y_shape = routing.num_tokens, weights.total_out_features
+    return weights.dtype if _are_taken(weights, routing) else None, x_shape, y_shape
+
+
+def _are_taken(weights: StackedWeights, routing: Routing) -> bool:
+    return (
         weights.dtype in _DTYPES
         and weights.num_slots == routing.num_slots
         and not routing.has_repeated_tokens
         and not routing.is_padded
         and weights.device.type == routing.device.type == "cpu"
     )
-    x_shape = routing.num_tokens, weights.in_features
-    y_shape = routing.num_tokens, weights.total_out_features
-    return weights.dtype if is_possible else None, x_shape, y_shape
 
 
 def apply_lora_(y: Tensor, x: Tensor, weights: StackedWeights, routing: Routing) -> Tensor:
@@ -85,7 +88,7 @@ def lora_addresses(
     more = weights.gain_slots | weights.bias_slots
     if more and any(segment.slot in more for segment in routing.segments):
         return None
-    if _wanted(weights, routing)[0] is not dtype:
+    if weights.dtype is not dtype or not _are_taken(weights, routing):
         return None
     return module_table(weights)[0], step_table(routing)[0]
 
