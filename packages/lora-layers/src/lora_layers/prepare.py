@@ -203,12 +203,7 @@ def _cast_pair(part: BoundPart | None, dtype: torch.dtype, embed_scale: float) -
         return None
     lora_b = part.pair.lora_b
     scaled = lora_b if embed_scale == 1.0 else lora_b.float() * embed_scale
-    return part.pair.lora_a.to(dtype), _by_ranks(scaled.to(dtype))
-
-
-def _by_ranks(lora_b: Tensor) -> Tensor:
-    """Lay `[O, r]` out rank by rank, as slots hold it, so that writing one copies whole rows."""
-    return lora_b.T.contiguous().T
+    return part.pair.lora_a.to(dtype), scaled.to(dtype)
 
 
 def _cast_full(full: FullModule, layout: StackLayout, embed_scale: float) -> FullModule:
