@@ -74,7 +74,7 @@ class LoadedModel:
             self.attention.kernels = kernels
 
     def fuse_layers(self) -> None:
-        """Run decoder layers as one native kernel each. Call it after LoRA is put in.
+        """Run decoder layers, or the whole model, as one native kernel. Call it after LoRA is in.
 
         Raises:
             BackendUnavailableError: the kernel cannot be compiled here.
