@@ -583,6 +583,7 @@ def test_a_reader_that_is_behind_gets_all_it_missed_in_one_output(
         outputs = [await anext(stream)]
         while engine.call(lambda core: core.is_known("r")).result():
             pass  # nothing is awaited: the event loop does not turn
+        engine.stop()  # returns when the last output has been handed to the loop
         return outputs + [output async for output in stream]
 
     outputs = asyncio.run(main())
