@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lora_server.engine.scheduler import ScheduledChunk
     from lora_server.engine.sequence import SequenceState
     from lora_server.engine.step_batch import StepBatch
+    from lora_server.model.attention_step import DecodeGroup
 
 BLOCK_SIZE = 4
 
@@ -46,6 +47,13 @@ def newest(batch: StepBatch) -> list[tuple[int, int, int]]:
     return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
+def blocks_of(group: DecodeGroup) -> list[list[int]]:
+    """The blocks that each token of a group may look at."""
+    table = group.blocks.view(-1, group.blocks_per_sequence).tolist()
+    lengths = (group.positions // BLOCK_SIZE + 1).tolist()
+    return [blocks[:length] for blocks, length in zip(table, lengths, strict=True)]
+
+
 def test_each_step_has_the_newest_tokens_at_their_places_in_and_across_blocks() -> None:
     bench = Bench(budget=64)
     sequences = [bench.add(prompt, 40) for prompt in (1, 3, 30)]
@@ -65,22 +73,40 @@ def test_each_step_has_the_newest_tokens_at_their_places_in_and_across_blocks() 
         for group in batch.attention.decode:
             rows = range(len(chunks)) if group.rows is None else group.rows.tolist()
             assert group.positions.tolist() == [wanted[row][1] for row in rows]
+            assert blocks_of(group) == [
+                chunks[row].sequence.block_ids[: wanted[row][1] // BLOCK_SIZE + 1] for row in rows
+            ]
         advance(chunks)
 
-    assert num_again > 0
+    assert num_again == 11
 
 
-def test_the_plan_is_kept_until_a_sequence_needs_a_block() -> None:
+def test_the_plan_is_kept_while_sequences_begin_blocks() -> None:
     bench = Bench(budget=64)
-    sequence = bench.add(4, 40)
+    sequences = [bench.add(4, 40), bench.add(6, 40)]
     scheduled(bench)
 
-    plans = [scheduled(bench) for _ in range(8)]
+    plans = [scheduled(bench) for _ in range(20)]
 
-    assert plans[0] is plans[3]
-    assert plans[4] is not plans[3]
-    assert plans[4] is plans[7]
-    assert len(sequence.block_ids) == 3
+    assert all(plan is plans[0] for plan in plans)
+    assert [s.num_computed for s in sequences] == [24, 26]
+    assert [len(s.block_ids) for s in sequences] == [6, 7]
+    used = [block for s in sequences for block in s.block_ids]
+    assert len(set(used)) == len(used) == bench.pool.num_used
+
+
+def test_a_plan_that_finds_no_block_ends_and_the_latest_arrival_starts_over() -> None:
+    bench = Bench(budget=64, blocks=4)
+    first, second = bench.add(4, 40), bench.add(4, 40)
+    scheduled(bench)
+    plans = [scheduled(bench) for _ in range(4)]
+
+    after = scheduled(bench)
+
+    assert all(dict(plan) == {first: 1, second: 1} for plan in plans)
+    assert dict(after) == {first: 1}
+    assert (len(first.block_ids), second.block_ids) == (3, [])
+    assert bench.scheduler.num_preemptions == 1
 
 
 def test_an_arrival_or_an_end_ends_the_plan() -> None:

@@ -56,13 +56,13 @@ class BatchBuilder:
 
         Args:
             chunks: what the scheduler chose, in any order; at least one. The very same object as
-                before says that the same sequences decode, in the same blocks.
+                before says that the same sequences decode.
         """
         last = self._last
         if last is None or chunks is not last.chunks:
             return self._build(chunks)
         if self._again is None:
-            self._again = DecodeAgain(last.step)
+            self._again = DecodeAgain(last.step, block_size=self._block_size)
         return self._again.next()
 
     def _build(self, chunks: Sequence[ScheduledChunk]) -> StepBatch:

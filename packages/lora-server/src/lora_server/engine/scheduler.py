@@ -206,10 +206,10 @@ class Scheduler:
     def schedule(self) -> Sequence[ScheduledChunk]:
         """Choose the next step's tokens; empty when nothing can run now.
 
-        The very same object as before says that the same sequences decode, in the same blocks.
+        The very same object as before says that the same sequences decode.
         """
         if self._steady is not None and not self.waiting and not self.claims:
-            chunks = self._steady.again(self._shares)
+            chunks = self._steady.again(self._shares, self.pool)
             if chunks is not None:
                 self._num_steps += 1
                 return chunks
