@@ -24,8 +24,8 @@ class _Place(NamedTuple):
 
     row: int
     group: int
-    index: int
-    """In the group."""
+    member: int
+    """Number in the group."""
 
 
 class DecodeAgain:
@@ -96,14 +96,14 @@ class DecodeAgain:
     def _begin_blocks(self, growing: Sequence[_Place]) -> None:
         """Write the newest blocks of some rows, each of which begins one with this token."""
         first_slot = len(self._sequences)
-        for row, group, index in growing:
+        for row, group, member in growing:
             block_ids = self._sequences[row].block_ids
             self._moving[first_slot + row] = block_ids[-1] * self._block_size
             table = self._blocks[group]
             if len(block_ids) > table.shape[1]:
                 # The rows that are not so long name their first block once more.
                 table = self._blocks[group] = np.concatenate((table, table[:, :1]), axis=1)
-            table[index, len(block_ids) - 1] = block_ids[-1]
+            table[member, len(block_ids) - 1] = block_ids[-1]
         for group in {place.group for place in growing}:
             self._groups[group] = self._grown(self._groups[group], self._blocks[group])
 
@@ -140,8 +140,8 @@ def _by_growth(
     found: list[list[_Place]] = [[] for _ in range(block_size)]
     for number, group in enumerate(groups):
         rows = range(len(positions)) if group.rows is None else group.rows.tolist()
-        for index, row in enumerate(rows):
-            place = _Place(row, number, index)
+        for member, row in enumerate(rows):
+            place = _Place(row, number, member)
             found[-(positions[row] + 1) % block_size].append(place)
     return found
 
