@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from lora_server.engine.scheduler import ScheduledChunk
     from lora_server.engine.sequence import SequenceState
     from lora_server.engine.step_batch import StepBatch
-    from lora_server.model.attention_step import DecodeGroup
+    from lora_server.model.attention_step import AttentionStep, DecodeGroup
 
 BLOCK_SIZE = 4
 
@@ -79,6 +79,25 @@ def test_each_step_has_the_newest_tokens_at_their_places_in_and_across_blocks() 
         advance(chunks)
 
     assert num_again == 11
+
+
+def test_tensors_of_a_step_that_is_the_same_object_have_not_moved() -> None:
+    bench = Bench(budget=64)
+    for prompt in (3, 5, 30):
+        bench.add(prompt, 60)
+    builder = BatchBuilder(block_size=BLOCK_SIZE, device=torch.device("cpu"))
+    scheduled(bench)
+
+    seen: dict[int, tuple[AttentionStep, list[int]]] = {}
+    for _ in range(30):
+        chunks = bench.scheduler.schedule()
+        step = builder.build(chunks).attention
+        tensors = [step.token_slots, *(t for g in step.decode for t in (g.blocks, g.positions))]
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        assert seen.setdefault(id(step), (step, addresses))[1] == addresses
+        advance(chunks)
+
+    assert 1 < len(seen) < 20
 
 
 def test_the_plan_is_kept_while_sequences_begin_blocks() -> None:

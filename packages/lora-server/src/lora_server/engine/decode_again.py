@@ -31,10 +31,11 @@ class _Place(NamedTuple):
 class DecodeAgain:
     """Lays out the next step of the same sequences.
 
-    Arrays are written over from step to step, since the last one has been computed by then. On a
-    CPU the tensors are these arrays. An operator of torch or numpy that has not run for some
-    milliseconds takes up to 0.3 ms, because nothing of it is in the caches any more: so one
-    addition moves everything on, and ids do without either.
+    Arrays are written over from step to step, since the last one has been computed by then; on a
+    CPU they are the tensors, and a step is the same object as the last one while all of them stay
+    where they are. An operator of torch or numpy that
+    has not run for some milliseconds takes up to 0.3 ms, because nothing of it is in the caches any
+    more: so one addition moves everything on, and ids do without either.
     """
 
     __slots__ = (
@@ -46,6 +47,7 @@ class DecodeAgain:
         "_growing",
         "_ids",
         "_moving",
+        "_on_cpu",
         "_rows",
         "_sequences",
         "_tensors",
@@ -56,23 +58,33 @@ class DecodeAgain:
         self._block_size = block_size
         self._sequences = tuple(chunk.sequence for chunk in step.rows.chunks)
         self._rows = step.rows
-        self._groups = list(step.attention.decode)
         self._device = step.input_ids.device
-        self._blocks = [_table(group) for group in self._groups]
-        """Blocks of each group, `[B, M]`; on a CPU its tensor is a view of them."""
+        groups = step.attention.decode
         moving = (
             step.position_ids[0],
             step.attention.token_slots,
-            *(group.positions for group in self._groups),
+            *(group.positions for group in groups),
         )
+        self._growing = _by_growth(moving[0].tolist(), groups, block_size)
+        self._at = 0
+        self._blocks = [_table(group) for group in groups]
+        """Blocks of each group, `[B, M]`."""
         self._moving = np.concatenate([tensor.cpu().numpy() for tensor in moving])
         """Positions, places in the flat store, and the positions of each group's tokens."""
         self._ids = array("q", bytes(8 * len(self._sequences)))
         parts = torch.split(torch.from_numpy(self._moving), [len(tensor) for tensor in moving])
         ids = torch.frombuffer(self._ids, dtype=torch.int64)
         self._tensors = (ids.unsqueeze(0), parts[0].unsqueeze(0), *parts[1:])
-        self._growing = _by_growth(moving[0].tolist(), self._groups, block_size)
-        self._at = 0
+        self._groups = tuple(
+            DecodeGroup(
+                rows=group.rows,
+                blocks=self._flat(table),
+                blocks_per_sequence=group.blocks_per_sequence,
+                positions=positions,
+            )
+            for group, table, positions in zip(groups, self._blocks, parts[2:], strict=True)
+        )
+        self._on_cpu = self._step(self._tensors) if self._device.type == "cpu" else None
 
     def next(self) -> StepBatch:
         """Lay out the newest token of each sequence, which is one further than the last time."""
@@ -81,45 +93,45 @@ class DecodeAgain:
         if growing := self._growing[self._at]:
             self._begin_blocks(growing)
         self._at = (self._at + 1) % self._block_size
-        input_ids, position_ids, token_slots, *positions = self._on_device()
+        for group in self._groups:
+            group.forget_masks()
+        if self._on_cpu is not None:
+            return self._on_cpu
+        tensors = [tensor.to(self._device, non_blocking=True) for tensor in self._tensors]
+        for group, positions in zip(self._groups, tensors[3:], strict=True):
+            group.positions = positions
+        return self._step(tensors)
+
+    def _step(self, tensors: Sequence[torch.Tensor]) -> StepBatch:
         return StepBatch(
             rows=self._rows,
-            input_ids=input_ids,
-            position_ids=position_ids,
-            attention=AttentionStep(
-                token_slots=token_slots,
-                decode=tuple(map(_moved, self._groups, positions)),
-                prefill=(),
-            ),
+            input_ids=tensors[0],
+            position_ids=tensors[1],
+            attention=AttentionStep(token_slots=tensors[2], decode=self._groups, prefill=()),
         )
 
     def _begin_blocks(self, growing: Sequence[_Place]) -> None:
         """Write the newest blocks of some rows, each of which begins one with this token."""
         first_slot = len(self._sequences)
-        for row, group, member in growing:
+        changed = set() if self._on_cpu is not None else {place.group for place in growing}
+        for row, number, member in growing:
             block_ids = self._sequences[row].block_ids
             self._moving[first_slot + row] = block_ids[-1] * self._block_size
-            table = self._blocks[group]
+            table = self._blocks[number]
             if len(block_ids) > table.shape[1]:
                 # The rows that are not so long name their first block once more.
-                table = self._blocks[group] = np.concatenate((table, table[:, :1]), axis=1)
+                table = self._blocks[number] = np.concatenate((table, table[:, :1]), axis=1)
+                changed.add(number)
             table[member, len(block_ids) - 1] = block_ids[-1]
-        for group in {place.group for place in growing}:
-            self._groups[group] = self._grown(self._groups[group], self._blocks[group])
+        for number in changed:
+            group, table = self._groups[number], self._blocks[number]
+            group.blocks, group.blocks_per_sequence = self._flat(table), table.shape[1]
+        if changed and self._on_cpu is not None:
+            self._on_cpu = self._step(self._tensors)  # its addresses may have been kept
 
-    def _grown(self, group: DecodeGroup, table: np.ndarray) -> DecodeGroup:
-        """Return a group with other blocks."""
-        return DecodeGroup(
-            rows=group.rows,
-            blocks=torch.from_numpy(table.reshape(-1)).to(self._device),
-            blocks_per_sequence=table.shape[1],
-            positions=group.positions,
-        )
-
-    def _on_device(self) -> Sequence[torch.Tensor]:
-        if self._device.type == "cpu":
-            return self._tensors
-        return [tensor.to(self._device, non_blocking=True) for tensor in self._tensors]
+    def _flat(self, table: np.ndarray) -> torch.Tensor:
+        """Return blocks `[B, M]` as attention wants them; on a CPU the same memory."""
+        return torch.from_numpy(table.reshape(-1)).to(self._device)
 
 
 def _table(group: DecodeGroup) -> np.ndarray:
@@ -144,13 +156,3 @@ def _by_growth(
             place = _Place(row, number, member)
             found[-(positions[row] + 1) % block_size].append(place)
     return found
-
-
-def _moved(group: DecodeGroup, positions: torch.Tensor) -> DecodeGroup:
-    """Return a group with other positions; masks are made anew."""
-    return DecodeGroup(
-        rows=group.rows,
-        blocks=group.blocks,
-        blocks_per_sequence=group.blocks_per_sequence,
-        positions=positions,
-    )

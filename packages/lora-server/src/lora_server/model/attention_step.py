@@ -49,6 +49,10 @@ class DecodeGroup:
             self._biases[window] = found
         return found
 
+    def forget_masks(self) -> None:
+        """Make masks anew, since the positions have changed."""
+        self._biases.clear()
+
 
 @dataclass(kw_only=True)
 class PrefillChunk:
