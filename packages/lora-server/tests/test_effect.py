@@ -17,7 +17,7 @@ from lora_server.effect import (
     ProbeState,
     ShiftOf,
 )
-from lora_server.engine.probe import compare_rows
+from lora_server.engine.shift import compare_rows
 from lora_server.options import resolve
 
 if TYPE_CHECKING:

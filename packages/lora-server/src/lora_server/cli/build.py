@@ -16,7 +16,7 @@ from lora_server.adapters.loader import AdapterLoader
 from lora_server.adapters.paths import AdapterRoots
 from lora_server.cli.build_keys import build_body_limits, build_keys
 from lora_server.cli.build_observers import build_observers
-from lora_server.cli.build_probe import attach_probe
+from lora_server.cli.build_probe import attach_probe, prepare_probe
 from lora_server.cli.gate_file import gate_file
 from lora_server.cli.ledger.kv_budget import choose_kv
 from lora_server.cli.ledger.measured import LedgerMeter
@@ -201,4 +201,5 @@ def _warm_up(core: EngineCore) -> None:
     core.submit(request)
     while core.is_known(request.request_id):
         core.step()
+    prepare_probe(core.adapters)
     core.reset_statistics()

@@ -14,7 +14,7 @@ from lora_server.adapters.loader import AdapterLoader
 from lora_server.adapters.paths import AdapterRoots
 from lora_server.cli.build_keys import build_body_limits, build_keys
 from lora_server.cli.build_observers import build_observers
-from lora_server.cli.build_probe import attach_probe
+from lora_server.cli.build_probe import attach_probe, prepare_probe
 from lora_server.cli.ledger.measured import LedgerMeter
 from lora_server.cli.running import Fetcher, RunningService
 from lora_server.cli.wrap import choose_backend, lora_dtype, wrap_model
@@ -182,4 +182,5 @@ def _warm_up(core: PoolingCore) -> None:
         with torch.inference_mode():
             while core.is_known(request.request_id):
                 core.step()
+    prepare_probe(core.adapters)
     core.reset_statistics()

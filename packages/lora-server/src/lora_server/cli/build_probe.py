@@ -29,13 +29,19 @@ def attach_probe(
     if EffectProbe(config.effect_probe) is EffectProbe.OFF:
         return
     manager = admission.manager
-    probe: GenerationProbe | PoolingProbe
     if isinstance(model, LoadedModel):
         length = min(MAX_PROBE_TOKENS, model.context_length)
         ids = TextProcessor(model.tokenizer).encode(PROBE_TEXT)[:length]
         probe = GenerationProbe(model, manager, ids or [0])
+        admission.prober = EffectProber(manager, probe, shown=admission.shown, ride=probe.ride)
     else:
         length = min(MAX_PROBE_TOKENS, model.num_positions)
         text = PoolingText(model.tokenizer).encode(PROBE_TEXT, max_tokens=length)
-        probe = PoolingProbe(model, manager, text.token_ids, text.type_ids)
-    admission.prober = EffectProber(manager, probe, shown=admission.shown)
+        pooled = PoolingProbe(model, manager, text.token_ids, text.type_ids)
+        admission.prober = EffectProber(manager, pooled, shown=admission.shown)
+
+
+def prepare_probe(admission: AdapterAdmission | None) -> None:
+    """Run the base's part of the probe on the engine's thread, before there are requests."""
+    if admission is not None and admission.prober is not None:
+        admission.prober.prepare()

@@ -83,7 +83,7 @@ class AdapterAdmission:
 
     @property
     def is_busy(self) -> bool:
-        """Whether `open_step` has slots to write, or something to probe."""
+        """Whether `open_step` has slots to write, or a probe to run."""
         has_probe = self.prober is not None and self.prober.is_busy
         return has_probe or self._manager.has_slot_work
 
@@ -236,6 +236,15 @@ class AdapterAdmission:
         self._advance(math.inf)
         if self.prober is not None:
             self.prober.turn()
+
+    def rest(self) -> bool:
+        """Write every slot that waits for it, and run a probe: nothing else can be done now.
+
+        Returns:
+            Whether there may be another probe to run.
+        """
+        self._advance(math.inf)
+        return self.prober is not None and self.prober.rest()
 
     def _write_slots(self) -> None:
         if self._manager.has_slot_work:

@@ -58,8 +58,8 @@ class Core(Protocol):
     def step(self) -> tuple[Sequence[Output], bool]:
         """Run one step; say what is new, and whether nothing could run."""
 
-    def rest(self) -> None:
-        """Do what was put off while requests ran."""
+    def rest(self) -> bool:
+        """Do what was put off while requests ran; say whether there may be more of it."""
 
     def claim_slot(self, digest: str, action: Callable[[], None]) -> Future[None]:
         """Call `action` once an adapter is in a slot; it waits for one as requests do."""

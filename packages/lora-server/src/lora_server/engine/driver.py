@@ -188,7 +188,8 @@ class Engine(Generic[C]):
     def _take_commands(self) -> None:
         """Run what was sent; sleep when there is nothing to compute."""
         if not self._core.has_work:
-            self._core.rest()
+            while self._core.rest() and self._inbox.empty():
+                pass  # a part at a time: a request that comes waits for no more than that
             self._inbox.get()()
         while not self._is_stopping:
             try:

@@ -128,10 +128,13 @@ class PoolingCore:
             self._last_step_s = self._clock() - start_s
         return outputs, not chosen
 
-    def rest(self) -> None:
-        """Do what was put off while requests ran: clear the slots of removed adapters."""
-        if self.adapters is not None:
-            self.adapters.finish_writing()
+    def rest(self) -> bool:
+        """Do what was put off while requests ran: clear the slots of removed adapters, and probe.
+
+        Returns:
+            Whether there may be more of it.
+        """
+        return self.adapters is not None and self.adapters.rest()
 
     def claim_slot(self, digest: str, action: Callable[[], None]) -> Future[None]:
         """Call `action` once an adapter is in a slot; it waits for one as requests do.

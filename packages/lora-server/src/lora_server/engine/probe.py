@@ -1,7 +1,7 @@
 """A fixed short text, run with an adapter and without, to see how far the answer moves.
 
-One small forward pass between two steps, beside the KV cache and the scheduler: requests notice
-nothing but its time. `P` tokens of the probe, `V` vocabulary, `W` labels.
+One small forward pass between two steps, beside the KV cache and the scheduler. The probe of a model
+that generates may also ride in running steps. `P` tokens of the probe, `V` vocabulary, `W` labels.
 """
 
 from __future__ import annotations
@@ -11,16 +11,20 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from lora_layers import RowRun
-from lora_server.effect import LogitShift, ShiftOf
+from lora_server.effect import ShiftOf
 from lora_server.model.attention_step import AttentionStep, PrefillChunk
 from lora_server.model.kv_cache import KvCache
 from lora_server.model.pooling_inputs import pack, pad
 from lora_server.model.pooling_model import HeadRows
 
+from .riding_probe import RidingProbe
+from .shift import compare_rows
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from lora_layers import LoraModelManager
+    from lora_server.effect import LogitShift
     from lora_server.model.load import LoadedModel
     from lora_server.model.pooling_model import LoadedPooler
 
@@ -31,6 +35,9 @@ MAX_PROBE_TOKENS = 16
 
 class Probe(Protocol):
     """Compares an adapter with the base. Belongs to the engine thread."""
+
+    def prepare(self) -> None:
+        """Run the base alone, so that `measure` need not."""
 
     def measure(self, digest: str) -> LogitShift | None:
         """Run the probe with an adapter that is in a slot; None where no number is finite."""
@@ -54,10 +61,19 @@ class GenerationProbe:
         self._token_ids = list(token_ids)
         self._base: torch.Tensor | None = None
 
-    def measure(self, digest: str) -> LogitShift | None:
-        """Run the probe with an adapter that is in a slot; None where no number is finite."""
+    def prepare(self) -> None:
+        """Run the base alone, so that `measure` need not."""
         if self._base is None:
             self._base = self._run(())
+
+    def ride(self, digest: str) -> RidingProbe:
+        """Return the probe of an adapter in pieces, for the steps of running requests."""
+        return RidingProbe(digest, self._token_ids, clear_blocks=self._model.clear_blocks)
+
+    def measure(self, digest: str) -> LogitShift | None:
+        """Run the probe with an adapter that is in a slot; None where no number is finite."""
+        self.prepare()
+        assert self._base is not None
         own = self._run(((digest, 1.0),))
         return compare_rows(self._base, own, of=ShiftOf.LOG_PROBABILITIES)
 
@@ -123,10 +139,15 @@ class PoolingProbe:
         self._type_ids = list(type_ids)
         self._base: tuple[torch.Tensor, torch.Tensor | None] | None = None
 
-    def measure(self, digest: str) -> LogitShift | None:
-        """Run the probe with an adapter that is in a slot; None where no number is finite."""
+    def prepare(self) -> None:
+        """Run the base alone, so that `measure` need not."""
         if self._base is None:
             self._base = self._run(())
+
+    def measure(self, digest: str) -> LogitShift | None:
+        """Run the probe with an adapter that is in a slot; None where no number is finite."""
+        self.prepare()
+        assert self._base is not None
         embedding, logits = self._base
         own_embedding, own_logits = self._run(((digest, 1.0),))
         if logits is None or own_logits is None or logits.shape != own_logits.shape:
@@ -157,23 +178,3 @@ class PoolingProbe:
         logits = model.logits(model.head_rows(hidden, self._token_ids)).float()
         labels = self._manager.num_labels([digest for digest, _ in adapters])
         return embedding.unsqueeze(0), logits[:, :labels]
-
-
-def compare_rows(base: torch.Tensor, own: torch.Tensor, *, of: ShiftOf) -> LogitShift | None:
-    """Return how far rows have moved; None where the numbers are not finite.
-
-    Args:
-        base: the base's rows; the last of them is that of the last position.
-        own: the adapter's rows, of the same shape.
-        of: what they are.
-    """
-    # What both rule out altogether, minus infinity, has not moved.
-    moved = torch.where(own == base, 0.0, (own.double() - base.double()).abs())
-    if not bool(moved.isfinite().all()):
-        return None
-    kl = None
-    if of is ShiftOf.LOG_PROBABILITIES:
-        last, last_own = base[-1].double(), own[-1].double()
-        terms = last.exp() * (last - last_own)
-        kl = max(float(terms[last.isfinite()].sum()), 0.0)  # rounding can leave less than nothing
-    return LogitShift(max=float(moved.max()), mean=float(moved.mean()), kl=kl, of=of)

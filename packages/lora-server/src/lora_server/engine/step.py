@@ -182,14 +182,19 @@ class EngineCore:
             chunks = self.scheduler.schedule()
         if chunks:
             start_s = self._clock()
-            outputs.extend(self._run(chunks))
+            outputs.extend(self._run_beside_probe(chunks))
             self._last_step_s = self._clock() - start_s
+        else:
+            self.rest()
         return outputs, not chunks
 
-    def rest(self) -> None:
-        """Do what was put off while requests ran: clear the slots of removed adapters."""
-        if self.adapters is not None:
-            self.adapters.finish_writing()
+    def rest(self) -> bool:
+        """Do what was put off while requests ran: clear the slots of removed adapters, and probe.
+
+        Returns:
+            Whether there may be more of it.
+        """
+        return self.adapters is not None and self.adapters.rest()
 
     def claim_slot(self, digest: str, action: Callable[[], None]) -> Future[None]:
         """Call `action` once an adapter is in a slot; it waits for one as requests do.
@@ -245,6 +250,21 @@ class EngineCore:
         scheduler = self.scheduler
         return count_usage(hits, waiting=scheduler.waiting, running=scheduler.running)
 
+    def _run_beside_probe(self, chunks: Sequence[ScheduledChunk]) -> list[EngineOutput]:
+        """Compute the chunks, and a piece of a probe if one is under way; it ends no request."""
+        prober = None if self.adapters is None else self.adapters.prober
+        riders = () if prober is None else prober.riders(chunks, self.scheduler)
+        if prober is None or not riders:
+            return self._run(chunks)
+        try:
+            return self._run_together(chunks, riders, prober.collect)
+        except Exception as error:  # noqa: BLE001 - a probe must not end a request
+            _log.warning("a step with a probe failed: running it without", exc_info=True)
+            outputs = self._run(chunks)
+            if not any(isinstance(output, RequestFailed) for output in outputs):
+                prober.fail_ride(error)  # the requests alone can be computed
+            return outputs
+
     def _run(self, chunks: Sequence[ScheduledChunk]) -> list[EngineOutput]:
         """Compute the chunks; on an error each alone, so that it ends one sequence only."""
         try:
@@ -265,9 +285,20 @@ class EngineCore:
         # An earlier chunk's failure may have ended this request too (its n > 1 siblings).
         return [] if chunk.sequence.is_finished else self._run([chunk])
 
-    def _run_together(self, chunks: Sequence[ScheduledChunk]) -> list[EngineOutput]:
-        """Compute and sample; nothing of the sequences changes before both have succeeded."""
-        batch = self._batches.build(chunks)
+    def _run_together(
+        self,
+        chunks: Sequence[ScheduledChunk],
+        riders: tuple[ScheduledChunk, ...] = (),
+        collect: Callable[[torch.Tensor, StepRows], StepRows] | None = None,
+    ) -> list[EngineOutput]:
+        """Compute and sample; nothing of the sequences changes before both have succeeded.
+
+        Args:
+            chunks: what the scheduler chose.
+            riders: what is computed with them and belongs to no request.
+            collect: takes the riders' logits, and returns the rows without them.
+        """
+        batch = self._batches.build((*chunks, *riders) if riders else chunks)
         rows = batch.rows
         if self.adapters is not None:
             self.adapters.manager.set_routing(rows.token_runs, rows.logits_runs)
@@ -277,6 +308,8 @@ class EngineCore:
         )
         if rows.is_plain:
             return self._advance_plain(rows.sampled, self._largest(logits))
+        if collect is not None:
+            rows = collect(logits, rows)
         sampled = self._sample(logits, rows)
         for prompt_rows in rows.logits_rows:
             if prompt_rows.num_prompt_rows:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     import torch
 
     from lora_layers import RowRun
@@ -52,6 +54,14 @@ class StepRows:
     """Whether each sequence brings one token, from which its next one is sampled."""
     is_plain: bool
     """Whether, besides, nothing is asked of any of them but the largest of its raw logits."""
+
+    def without(self, sequences: Collection[SequenceState]) -> StepRows:
+        """Return whose logits the other rows are; their places among the logits stay."""
+        return replace(
+            self,
+            chunks=tuple(chunk for chunk in self.chunks if chunk.sequence not in sequences),
+            logits_rows=tuple(rows for rows in self.logits_rows if rows.sequence not in sequences),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
