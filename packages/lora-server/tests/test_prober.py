@@ -26,6 +26,11 @@ class Script:
         self._manager = manager
         self.results: dict[str, LogitShift | Exception | None] = {}
         self.asked: list[str] = []
+        self.num_prepared = 0
+
+    def prepare(self) -> None:
+        self.num_prepared += 1
+        raise RuntimeError("not today")
 
     def measure(self, digest: str) -> LogitShift | None:
         assert self._manager.slot_of(digest) is not None
@@ -132,6 +137,23 @@ def test_a_probe_that_fails_is_told_and_ends_nothing(
     assert rig.prober.state("b") == (ProbeState.FAILED, None)
     assert rig.manager.stats().num_leases == 0
     assert "the probe of an adapter failed" in caplog.messages
+
+
+def test_a_base_that_fails_ahead_of_time_is_told_and_ends_nothing(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig.prober.prepare()
+
+    assert rig.script.num_prepared == 1
+    assert "the base's run of the probe failed" in caplog.messages
+
+
+def test_a_rest_runs_one_probe_and_tells_whether_to_come_again(rig: Rig) -> None:
+    for name in "abc":
+        rig.prober.ask(name, is_idle=False)
+
+    assert [rig.prober.rest() for _ in range(4)] == [True, True, True, False]
+    assert rig.script.asked == ["a", "b", "c"]
 
 
 def test_a_weak_adapter_is_a_warning_with_its_name_and_numbers(

@@ -28,7 +28,8 @@ from lora_weights import load_adapter
 from lora_weights.testing import write_adapter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
+    from concurrent.futures import Future
 
     from lora_server.engine.messages import EngineOutput
     from lora_weights import Adapter
@@ -153,7 +154,8 @@ class Rig:
         self.before_pass: Callable[[bool], None] = lambda _has_riders: None
         """Called before each forward pass of a step; may raise."""
         self._forward = model.forward
-        model.forward = self._count  # type: ignore[method-assign] # watches, and hands on
+        watched: Any = model
+        watched.forward = self._count
 
     @staticmethod
     def _load_model(blocks: int, dtype: torch.dtype) -> LoadedModel:
@@ -414,7 +416,7 @@ def test_a_step_that_fails_for_the_probe_is_run_again_without_it(
 ) -> None:
     alone, beside = Rig(adapters), Rig(adapters)
 
-    def fail(has_riders: bool) -> None:  # noqa: FBT001 - the signature of the hook
+    def fail(has_riders: bool) -> None:
         if has_riders:
             raise RuntimeError("told to fail")
 
@@ -452,7 +454,7 @@ def test_a_request_at_fault_ends_alone_and_the_ride_goes_on(adapters: dict[str, 
 
 @pytest.mark.parametrize("own", [False, True])
 def test_an_adapter_that_goes_away_mid_ride_leaves_nothing_behind(
-    own: bool,  # noqa: FBT001 - a parameter of the test
+    own: bool,
     adapters: dict[str, Adapter],
 ) -> None:
     rig = Rig(adapters, slots=1 if own else 2)
@@ -551,6 +553,24 @@ def test_where_the_pool_is_full_the_probe_waits_and_nobody_starts_over(
     rig.assert_nothing_is_held()
 
 
+def test_a_probe_does_not_take_the_blocks_that_running_requests_need_next(
+    adapters: dict[str, Adapter],
+) -> None:
+    rig = Rig(adapters, blocks=17, slots=1)
+    rig.submit("own", PROMPT, "a", count=60)  # all 17 in the end
+    rig.step(3)
+    while rig.core.pool.num_available > 8:
+        rig.step()
+
+    rig.load("a")  # 8 for its sequences
+    rig.run_to_the_end()
+    rig.rest()
+
+    assert rig.core.stats().preemptions == 0
+    assert_equal(rig.shift("a"), merged_shift(adapters["a"]))
+    rig.assert_nothing_is_held(slots_used=1)
+
+
 def test_a_probe_that_had_to_wait_for_blocks_rides_once_there_are_some(
     adapters: dict[str, Adapter],
 ) -> None:
@@ -632,21 +652,17 @@ def test_the_bases_run_is_made_once_and_ahead(adapters: dict[str, Adapter]) -> N
 
 def test_a_resting_engine_runs_every_probe_that_waits(adapters: dict[str, Adapter]) -> None:
     rig = Rig(adapters)
-    names: Iterable[str] = ("a", "b", "weak")
+    names = ("a", "b", "weak")
     engine = Engine(rig.core)
+
+    def ask(_core: EngineCore) -> list[Future[None] | None]:
+        return [rig.prober.ask(rig.digests[name], is_idle=False) for name in names]
+
     engine.start()
     try:
-        futures = [
-            engine.call(
-                lambda core, digest=rig.digests[name]: core.adapters.prober.ask(  # type: ignore[misc, union-attr] # bound now
-                    digest, is_idle=False
-                )
-            ).result()
-            for name in names
-        ]
-        for future in futures:
-            if future is not None:
-                future.result(timeout=60)
+        for future in engine.call(ask).result():
+            assert future is not None
+            future.result(timeout=60)
         states = engine.call(lambda _core: [rig.state(name) for name in names]).result()
     finally:
         engine.stop()

@@ -1,7 +1,7 @@
 """A fixed short text, run with an adapter and without, to see how far the answer moves.
 
-One small forward pass between two steps, beside the KV cache and the scheduler. The probe of a model
-that generates may also ride in running steps. `P` tokens of the probe, `V` vocabulary, `W` labels.
+One small forward pass between two steps, beside the KV cache and the scheduler; or, on models that
+generate, pieces that ride in running steps. `P` tokens of the probe, `V` vocabulary, `W` labels.
 """
 
 from __future__ import annotations

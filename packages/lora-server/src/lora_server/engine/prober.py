@@ -216,11 +216,11 @@ class EffectProber:
             self._visitor = None
             self._settle(digest, None)
             return
-        digest = self._next_in_slot()
-        if digest is None and self._visitor is None:
+        ready = self._next_in_slot()
+        if ready is None and self._visitor is None:
             self._invite()
-        elif digest is not None and may_run:
-            self._run(digest)
+        elif ready is not None and may_run:
+            self._run(ready)
             if self._visitor is not None:
                 self._see_off()
 
