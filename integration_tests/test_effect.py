@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -205,6 +206,30 @@ def test_where_no_slot_is_free_the_proof_comes_with_the_first_request(
     assert done["logit_shift"]["max"] == pytest.approx(
         float(Oracle(llama, llama.adapters["a01"]).shift.max()), abs=TOLERANCE
     )
+
+
+def test_beside_running_requests_the_proof_is_the_same_and_so_are_their_answers(
+    llama: World, start_server: StartServer
+) -> None:
+    names = ("a01", "a05", "a07")
+    flags = ["--adapter-root", str(llama.folder), "--max-loras", "2", "--max-lora-rank", "32"]
+    asked: dict[str, Any] = {"prompt": [5, 9, 2, 40], "max_tokens": 100, "ignore_eos": True}
+
+    with start_server(llama, *llama.lora_modules("a00"), *flags) as server:
+        alone = [complete(server.http, model, **asked) for model in (BASE_NAME, "a00")]
+        with ThreadPoolExecutor(2) as pool:
+            running = [pool.submit(complete, server.http, m, **asked) for m in (BASE_NAME, "a00")]
+            for name in names:
+                load(server.http, name, llama.adapters[name]).raise_for_status()
+            beside = [answer.result() for answer in running]
+        effects = {name: effect_of(server.http, name) for name in names}
+
+    assert beside == alone
+    for name, effect in effects.items():
+        shift = Oracle(llama, llama.adapters[name]).shift
+        assert effect["probe"] == "done"
+        assert effect["logit_shift"]["max"] == pytest.approx(float(shift.max()), abs=TOLERANCE)
+        assert effect["logit_shift"]["mean"] == pytest.approx(float(shift.mean()), abs=TOLERANCE)
 
 
 def test_switched_off_it_runs_nothing_and_still_tells_the_norms(
