@@ -68,7 +68,13 @@ class GenerationProbe:
 
     def ride(self, digest: str) -> RidingProbe:
         """Return the probe of an adapter in pieces, for the steps of running requests."""
-        return RidingProbe(digest, self._token_ids, clear_blocks=self._model.clear_blocks)
+        model = self._model
+        return RidingProbe(
+            digest,
+            self._token_ids,
+            clear_blocks=model.clear_blocks,
+            reference=self._base if model.dtype is torch.float32 else None,
+        )
 
     def measure(self, digest: str) -> LogitShift | None:
         """Run the probe with an adapter that is in a slot; None where no number is finite."""

@@ -25,15 +25,17 @@ if TYPE_CHECKING:
 
 MAX_RIDING_TOKENS: Final = 2
 """Tokens of either sequence in one step. A row costs a small step little beside the base's weights,
-which are read anyway; the adapter's own weights are read anew in each of these steps. With two the
-16 tokens are through after eight steps, well within the second that a load waits for them."""
+which are read anyway; the adapter's own weights are read anew in each of these steps. float32 has
+products that only read weights for up to three rows, and takes 1.6 times as long with four. With
+two the 16 tokens are through after eight steps, within the second that a load waits for them."""
 
 
 class RidingProbe:
-    """The probe's text with the base and with an adapter, as two sequences beside the scheduler.
+    """The probe's text with an adapter, and with the base, as sequences beside the scheduler.
 
     Both have their pieces in the same steps, equally long: rounding depends on a step's shape, in
-    bfloat16 by more than a weak adapter moves anything, and so it is the same for both.
+    bfloat16 by more than a weak adapter moves anything, and so it is the same for both. In float32
+    it is far too little to matter: there the base's part can have been computed before.
     Belongs to the engine thread.
     """
 
@@ -43,6 +45,7 @@ class RidingProbe:
         token_ids: Sequence[int],
         *,
         clear_blocks: Callable[[Sequence[int]], None],
+        reference: torch.Tensor | None,
     ) -> None:
         """Prepare; nothing is held yet.
 
@@ -50,11 +53,13 @@ class RidingProbe:
             digest: the adapter, which must stay in its slot from the first step to the last.
             token_ids: what is asked, at least one.
             clear_blocks: writes zeros over blocks of the KV cache.
+            reference: log-probabilities `[P, V]` of the base; None lets the base ride too.
         """
         self.digest = digest
         self._clear_blocks = clear_blocks
-        self._base = _sequence(token_ids, ())
+        self._reference = reference
         self._own = _sequence(token_ids, (AdapterUse(digest=digest),))
+        self._riders = (self._own,) if reference is not None else (self._own, _sequence(token_ids))
         self._pool: BlockPool | None = None
         """Whose blocks it holds."""
         self._pieces: list[Piece] = []
@@ -65,7 +70,7 @@ class RidingProbe:
         return not self._own.num_pending
 
     def board(self, pool: BlockPool, *, block_size: int, num_others: int) -> bool:
-        """Take the KV blocks of both sequences, if that makes nobody wait or start over.
+        """Take the KV blocks of the sequences, if that makes nobody wait or start over.
 
         Args:
             pool: the blocks.
@@ -73,23 +78,23 @@ class RidingProbe:
             num_others: running sequences, each of which may need another block soon.
         """
         count = -(-self._own.num_tokens // block_size)
-        if not pool.can_allocate(2 * count + num_others):
+        if not pool.can_allocate(len(self._riders) * count + num_others):
             return False
         self._pool = pool
-        self._base.block_ids = pool.allocate(count)
-        self._own.block_ids = pool.allocate(count)
+        for sequence in self._riders:
+            sequence.block_ids = pool.allocate(count)
         return True
 
     def next_chunks(self, room: int) -> tuple[ScheduledChunk, ...]:
-        """Return the next piece of each sequence; nothing where the step has no room for both.
+        """Return the next piece of each sequence; nothing where the step has no room for them.
 
         Args:
             room: tokens that the step could compute besides.
         """
-        count = min(MAX_RIDING_TOKENS, room // 2, self._own.num_pending)
+        count = min(MAX_RIDING_TOKENS, room // len(self._riders), self._own.num_pending)
         if count <= 0:
             return ()
-        return ScheduledChunk(self._base, count), ScheduledChunk(self._own, count)
+        return tuple(ScheduledChunk(sequence, count) for sequence in self._riders)
 
     def collect(self, logits: torch.Tensor, rows: StepRows) -> StepRows:
         """Take the riders' rows out of a step that has been computed; return the others' rows.
@@ -105,7 +110,9 @@ class RidingProbe:
             for found in rows.logits_rows
             if found.sequence in self._riders
         }
-        base, own = scores[self._base], scores[self._own]
+        own, first = scores[self._own], self._own.num_computed
+        base = self._reference
+        base = scores[self._riders[-1]] if base is None else base[first : first + len(own)]
         # Compared piece by piece, so that no single step has all the arithmetic.
         shift = compare_rows(base, own, of=ShiftOf.LOG_PROBABILITIES)
         self._pieces.append(Piece(len(own), shift))
@@ -126,17 +133,14 @@ class RidingProbe:
         pool, self._pool = self._pool, None
         if pool is None:
             return
-        blocks = [*self._base.block_ids, *self._own.block_ids]
-        self._base.block_ids, self._own.block_ids = [], []
+        blocks = [block for sequence in self._riders for block in sequence.block_ids]
+        for sequence in self._riders:
+            sequence.block_ids = []
         self._clear_blocks(blocks)
         pool.release(blocks)
 
-    @property
-    def _riders(self) -> tuple[SequenceState, SequenceState]:
-        return self._base, self._own
 
-
-def _sequence(token_ids: Sequence[int], adapters: tuple[AdapterUse, ...]) -> SequenceState:
+def _sequence(token_ids: Sequence[int], adapters: tuple[AdapterUse, ...] = ()) -> SequenceState:
     """Return a sequence of which every row reaches the logits, and which generates nothing."""
     request = GenerationRequest(
         request_id="effect-probe",
