@@ -53,7 +53,7 @@ def test_finds_the_first_of_the_largest(dtype: torch.dtype, shift: float, width:
 )
 def test_takes_zeros_of_both_signs_as_equal(dtype: torch.dtype, row: list[float]) -> None:
     rows = [[*start, *[-9.0] * (64 - len(start))] for start in (row, [1.0, 2.0, 3.0])]
-    logits = torch.tensor(rows, dtype=dtype)
+    logits = torch.tensor(rows * 3, dtype=dtype)  # four side by side, and two alone
 
     assert find_largest(logits).token_ids == first_largest(logits)
 
@@ -61,27 +61,31 @@ def test_takes_zeros_of_both_signs_as_equal(dtype: torch.dtype, row: list[float]
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bad", [float("nan"), -float("nan"), float("inf")])
 @pytest.mark.parametrize("others", [1.0, -1.0])
+@pytest.mark.parametrize("place", [(1, 37), (5, 37)])
 @pytest.mark.parametrize("width", [40, 64])
-def test_sees_what_is_not_finite(dtype: torch.dtype, bad: float, others: float, width: int) -> None:
-    logits = torch.full((3, width), others, dtype=dtype)
-    logits[1, 37] = bad
+def test_sees_what_is_not_finite(
+    dtype: torch.dtype, bad: float, others: float, place: tuple[int, int], width: int
+) -> None:
+    logits = torch.full((6, width), others, dtype=dtype)
+    logits[place] = bad
 
     assert not find_largest(logits).is_finite
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_allows_tokens_of_no_probability(dtype: torch.dtype) -> None:
-    logits = torch.full((2, 64), -float("inf"), dtype=dtype)
+    logits = torch.full((6, 64), -float("inf"), dtype=dtype)
     logits[:, 3] = 1.0
-    logits[1, 3] = -1.0
+    logits[1::2, 3] = -1.0
 
-    assert find_largest(logits) == ([3, 3], True)
+    assert find_largest(logits) == ([3] * 6, True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_refuses_a_row_without_any_probability(dtype: torch.dtype) -> None:
-    logits = torch.ones(2, 64, dtype=dtype)
-    logits[1] = -float("inf")
+@pytest.mark.parametrize("row", [1, 5])
+def test_refuses_a_row_without_any_probability(dtype: torch.dtype, row: int) -> None:
+    logits = torch.ones(6, 64, dtype=dtype)
+    logits[row] = -float("inf")
 
     assert not find_largest(logits).is_finite
 

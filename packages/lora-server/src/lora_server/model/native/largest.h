@@ -1,4 +1,4 @@
-// The largest number of a row, and whether all of it are numbers.
+// The largest number of each row, and whether all of it are numbers.
 
 #pragma once
 
@@ -37,13 +37,11 @@ Largest find_largest_value(const T* x, int64_t width) {
   return {is_finite ? _mm512_mask_reduce_min_epi32(are_equal, places) : 0, is_finite};
 }
 
-inline Largest find_largest(const float* x, int64_t width) { return find_largest_value(x, width); }
-
 // bfloat16 by its bits, 32 at once: those of positive numbers have the order of their values, and
 // those of negative ones have it once all but the sign are turned over.
 struct Bits {
   static constexpr int64_t SIZE = 32, BLOCK = 64 * SIZE;
-  static constexpr int64_t AHEAD = 32 << 10;  // numbers; with 8 << 10 a tenth slower
+  static constexpr int64_t AHEAD = 1024;  // numbers
   static constexpr int16_t INFINITE = 0x7f80;
 
   static __m512i ordered(__m512i bits) {
@@ -57,35 +55,72 @@ struct Bits {
     _mm512_store_si512(all, numbers);
     return *std::max_element(all, all + SIZE);
   }
+
+  // The first place of a number in a row that has it, from `begin` on.
+  static int64_t find(const bf16* x, int64_t begin, int16_t number) {
+    for (int64_t i = begin;; i += SIZE) {
+      __m512i order = ordered(_mm512_loadu_si512(x + i));
+      __mmask32 are_equal = _mm512_cmpeq_epi16_mask(order, _mm512_set1_epi16(number));
+      if (are_equal) return i + __builtin_ctz(are_equal);
+    }
+  }
 };
 
-inline Largest find_largest(const bf16* x, int64_t width) {
-  if (width % Bits::SIZE) return find_largest_value(x, width);
+// Rows side by side, `width` a multiple of `Bits::SIZE`: memory that is in no near cache answers
+// several streams of requests sooner than one. 64 rows of 49152 took a sixth less time by fours.
+template <int ROWS>
+bool find_largest_bits(const bf16* x, int64_t stride, int64_t width, int64_t* places) {
   const __m512i magnitude = _mm512_set1_epi16(0x7fff);
   __m512i sizes = _mm512_setzero_si512();
-  int16_t best = INT16_MIN;
-  int64_t block = 0;  // the first one with the best number
+  int16_t best[ROWS];
+  int64_t block[ROWS] = {};  // the first one with the best number
+  std::fill_n(best, ROWS, INT16_MIN);
   for (int64_t begin = 0; begin < width; begin += Bits::BLOCK) {
-    __m512i most = _mm512_set1_epi16(INT16_MIN);
-    for (int64_t i = begin; i < std::min(begin + Bits::BLOCK, width); i += Bits::SIZE) {
-      prefetch<2>(x + i + Bits::AHEAD);
-      __m512i bits = _mm512_loadu_si512(x + i);
-      sizes = _mm512_max_epi16(sizes, _mm512_and_si512(bits, magnitude));
-      most = _mm512_max_epi16(most, Bits::ordered(bits));
+    __m512i most[ROWS];
+    for (__m512i& row : most) row = _mm512_set1_epi16(INT16_MIN);
+    for (int64_t i = begin; i < std::min(begin + Bits::BLOCK, width); i += Bits::SIZE)
+      for (int r = 0; r < ROWS; ++r) {
+        const bf16* here = x + r * stride + i;
+        prefetch<1>(here + Bits::AHEAD);
+        __m512i bits = _mm512_loadu_si512(here);
+        sizes = _mm512_max_epi16(sizes, _mm512_and_si512(bits, magnitude));
+        most[r] = _mm512_max_epi16(most[r], Bits::ordered(bits));
+      }
+    for (int r = 0; r < ROWS; ++r) {
+      int16_t found = Bits::largest(most[r]);
+      if (found > best[r]) best[r] = found, block[r] = begin;
     }
-    int16_t found = Bits::largest(most);
-    if (found > best) best = found, block = begin;
   }
-  // 0 and -0 are equal, but not their bits.
-  if (best == 0 || best == -1) return find_largest_value(x, width);
-  bool is_number = Bits::largest(sizes) <= Bits::INFINITE;
-  bool is_finite = is_number && best < Bits::INFINITE && best > (int16_t)~Bits::INFINITE;
-  if (!is_finite) return {0, false};
-  for (int64_t i = block;; i += Bits::SIZE) {
-    __m512i order = Bits::ordered(_mm512_loadu_si512(x + i));
-    __mmask32 are_equal = _mm512_cmpeq_epi16_mask(order, _mm512_set1_epi16(best));
-    if (are_equal) return {i + __builtin_ctz(are_equal), true};
+  bool are_finite = Bits::largest(sizes) <= Bits::INFINITE;  // no NaN
+  for (int r = 0; r < ROWS; ++r)
+    are_finite &= best[r] < Bits::INFINITE && best[r] > (int16_t)~Bits::INFINITE;
+  for (int r = 0; r < ROWS && are_finite; ++r) {
+    const bf16* row = x + r * stride;
+    bool is_zero = best[r] == 0 || best[r] == -1;  // 0 and -0 are equal, but not their bits
+    places[r] =
+        is_zero ? find_largest_value(row, width).place : Bits::find(row, block[r], best[r]);
   }
+  return are_finite;
+}
+
+// Writes the first place of each row's largest number; false where a row has none, or has a NaN.
+template <typename T>
+bool find_largest(const T* x, int64_t stride, int64_t num_rows, int64_t width, int64_t* places) {
+  bool are_finite = true;
+  int64_t t = 0;
+  if constexpr (std::is_same_v<T, bf16>)
+    if (width % Bits::SIZE == 0) {
+      for (; t + 4 <= num_rows; t += 4)
+        are_finite &= find_largest_bits<4>(x + t * stride, stride, width, places + t);
+      for (; t < num_rows; ++t)
+        are_finite &= find_largest_bits<1>(x + t * stride, stride, width, places + t);
+    }
+  for (; t < num_rows; ++t) {
+    Largest found = find_largest_value(x + t * stride, width);
+    places[t] = found.place;
+    are_finite &= found.is_finite;
+  }
+  return are_finite;
 }
 
 }  // namespace rows

@@ -50,13 +50,8 @@ constexpr int64_t SMALL = 1 << 14;  // numbers below which a second thread costs
   }                                                                                               \
   extern "C" int find_largest_##NAME(const T* x, int64_t stride, int64_t num_rows, int64_t width, \
                                      int64_t* places) {                                           \
-    int num_finite = 0; /* one thread: to wake another one takes longer than it would save */      \
-    for (int64_t t = 0; t < num_rows; ++t) {                                                      \
-      rows::Largest found = rows::find_largest(x + t * stride, width);                            \
-      places[t] = found.place;                                                                    \
-      num_finite += found.is_finite;                                                              \
-    }                                                                                             \
-    return num_finite == num_rows;                                                                \
+    /* one thread: to wake another one takes longer than it would save */                         \
+    return rows::find_largest(x, stride, num_rows, width, places);                                \
   }
 
 EXPORT(float, float)
