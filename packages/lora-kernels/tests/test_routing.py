@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, fields
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lora_kernels import (
     KernelArgumentError,
@@ -193,6 +195,39 @@ def test_runs_are_routed_as_their_entries_are() -> None:
     assert by_runs.segments == by_entries.segments
     for name in ("token_idx", "scales", "seg_indptr", "seg_slots"):
         assert torch.equal(getattr(by_runs, name), getattr(by_entries, name))
+
+
+RUNS = st.lists(
+    st.tuples(
+        st.integers(0, 4),
+        st.lists(st.tuples(st.integers(0, 3), st.sampled_from([1.0, 0.5, 0.1])), max_size=3),
+    ),
+    max_size=6,
+)
+
+
+@given(RUNS)
+def test_any_runs_are_routed_as_their_entries_are(
+    runs: list[tuple[int, list[tuple[int, float]]]],
+) -> None:
+    entries, start = [], 0
+    for length, pairs in runs:
+        entries += [(start + i, slot, scale) for slot, scale in pairs for i in range(length)]
+        start += length
+
+    by_runs = route_runs(runs, num_slots=4)
+    by_entries = build_routing(
+        token_idx=[token for token, _, _ in entries],
+        slots=[slot for _, slot, _ in entries],
+        scales=[scale for _, _, scale in entries],
+        num_tokens=start,
+        num_slots=4,
+    )
+
+    for field in fields(Routing):
+        found, expected = getattr(by_runs, field.name), getattr(by_entries, field.name)
+        same = torch.equal(found, expected) if torch.is_tensor(found) else found == expected
+        assert same, field.name
 
 
 @pytest.mark.parametrize("runs", [[], [(0, [])], [(4, [])], [(0, [(1, 1.0)])]])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from lora_kernels.backend import Backend
 from lora_kernels.buffers import RoutingBuffers
-from lora_kernels.build import build_routing, route_runs, route_tokens
+from lora_kernels.build import build_routing, route_tokens
 from lora_kernels.embedding import embedding_lora_
 from lora_kernels.errors import (
     BackendUnavailableError,
@@ -20,6 +20,7 @@ from lora_kernels.expert_weights import ExpertWeights
 from lora_kernels.moe import align_experts, moe_lora_
 from lora_kernels.ops import apply_lora_, expand_, shrink
 from lora_kernels.routing import Routing, Segment
+from lora_kernels.runs import route_runs
 from lora_kernels.weights import StackedWeights
 
 __all__ = [

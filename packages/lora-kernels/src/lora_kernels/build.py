@@ -1,4 +1,4 @@
-"""How the routing of a step is built: from entries, from tokens, from runs of tokens.
+"""How the routing of a step is built: from entries, from tokens. From runs: see `runs`.
 
 Everything is checked and worked out on the host, without loops over tokens; a device gets all of
 it in one copy that nobody waits for.
@@ -91,7 +91,7 @@ def route_tokens(
     """
     found = [slot for slot in token_slots if slot is not None]
     if found and min(found) < 0:
-        raise _out_of_range("slots", min(found), num_slots)
+        raise out_of_range("slots", min(found), num_slots)
     slots = torch.tensor(
         [NO_SLOT if slot is None else slot for slot in token_slots], dtype=torch.int64
     )
@@ -100,50 +100,6 @@ def route_tokens(
         token_idx=token_idx,
         slots=slots[token_idx],
         num_tokens=len(token_slots),
-        num_slots=num_slots,
-        device=device,
-    )
-
-
-def route_runs(
-    runs: Sequence[tuple[int, Sequence[tuple[int, float]]]],
-    *,
-    num_slots: int,
-    device: torch.device | str = "cpu",
-) -> Routing:
-    """Build the routing of a step made of runs of tokens, as requests are laid out in a batch.
-
-    Costs grow with the runs, not with their tokens, but for a few vectorised passes.
-
-    Args:
-        runs: for each run its number of tokens and its `(slot, scale)` pairs, each applied to
-            every token of the run; none for a run of the base model.
-        num_slots: slots of the stacked weights.
-        device: where the operators will run.
-
-    Raises:
-        KernelArgumentError: a length is negative, or a slot or scale is out of range.
-    """
-    starts, lengths, slots, scales = [], [], [], []
-    num_tokens = 0
-    for length, pairs in runs:
-        if length < 0:
-            raise KernelArgumentError(f"routing: a run has {length} tokens, expected 0 or more")
-        for slot, scale in pairs:
-            starts.append(num_tokens)
-            lengths.append(length)
-            slots.append(slot)
-            scales.append(scale)
-        num_tokens += length
-    counts = torch.tensor(lengths, dtype=torch.int64)
-    run = torch.repeat_interleave(counts)
-    first_entries = counts.cumsum(0) - counts
-    shift = torch.tensor(starts, dtype=torch.int64) - first_entries
-    return build_routing(
-        token_idx=torch.arange(run.shape[0]) + shift[run],
-        slots=torch.tensor(slots, dtype=torch.int64)[run],
-        scales=torch.tensor(scales, dtype=torch.float32)[run],
-        num_tokens=num_tokens,
         num_slots=num_slots,
         device=device,
     )
@@ -200,7 +156,6 @@ def routing_of_sorted(
     device: torch.device,
 ) -> Routing:
     """Make a routing of checked host tensors, sorted into segments."""
-    tensors = (token_idx, scales, seg_indptr, seg_slots)
     has_unit_scales = bool((scales == 1).all())
     entries_by_token = torch.bincount(token_idx, minlength=1)
     has_repeats = int(entries_by_token.max()) > 1
@@ -209,10 +164,42 @@ def routing_of_sorted(
         is_mixed = (entries_by_token[token_idx] > 1).logical_or_(scales != 1)
         entry_slots = seg_slots.repeat_interleave(seg_indptr.diff())
         mixed_slots = frozenset(entry_slots[is_mixed].tolist())
-    segments = _host_segments(token_idx, seg_indptr, seg_slots, has_repeats=has_repeats)
+    return make_routing(
+        token_idx,
+        scales,
+        seg_indptr,
+        seg_slots,
+        segments=_host_segments(token_idx, seg_indptr, seg_slots, has_repeats=has_repeats),
+        has_unit_scales=has_unit_scales,
+        has_repeated_tokens=has_repeats,
+        mixed_slots=mixed_slots,
+        num_tokens=num_tokens,
+        num_slots=num_slots,
+        device=device,
+    )
+
+
+def make_routing(
+    token_idx: Tensor,
+    scales: Tensor,
+    seg_indptr: Tensor,
+    seg_slots: Tensor,
+    *,
+    segments: tuple[Segment, ...],
+    has_unit_scales: bool,
+    has_repeated_tokens: bool,
+    mixed_slots: frozenset[int],
+    num_tokens: int,
+    num_slots: int,
+    device: torch.device,
+) -> Routing:
+    """Make a routing of host tensors and of what is known about them; see `Routing`."""
+    tensors = (token_idx, scales, seg_indptr, seg_slots)
     tables = None
     if device.type != "cpu":
-        host_tables = build_tables(*tensors, num_slots=num_slots, has_repeated_tokens=has_repeats)
+        host_tables = build_tables(
+            *tensors, num_slots=num_slots, has_repeated_tokens=has_repeated_tokens
+        )
         copied = copy_together([*tensors, *host_tables.tensors()], device)
         token_idx, scales, seg_indptr, seg_slots = copied[:4]
         tables = KernelTables.of(copied[4:])
@@ -226,7 +213,7 @@ def routing_of_sorted(
         num_slots=num_slots,
         segments=segments,
         has_unit_scales=has_unit_scales,
-        has_repeated_tokens=has_repeats,
+        has_repeated_tokens=has_repeated_tokens,
         mixed_slots=mixed_slots,
         tile=choose_tile(token_idx.shape[0], len(segments)),
         device_tables=tables,
@@ -278,8 +265,9 @@ def _check_range(name: str, values: Tensor, bound: int) -> None:
         return
     low, high = (int(value) for value in torch.aminmax(values))
     if low < 0 or high >= bound:
-        raise _out_of_range(name, low if low < 0 else high, bound)
+        raise out_of_range(name, low if low < 0 else high, bound)
 
 
-def _out_of_range(name: str, found: int, bound: int) -> KernelArgumentError:
+def out_of_range(name: str, found: int, bound: int) -> KernelArgumentError:
+    """Return the error that names a value, and what it should be."""
     return KernelArgumentError(f"routing: {name} holds {found}, expected 0..{bound - 1}")

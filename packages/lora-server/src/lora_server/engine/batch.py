@@ -8,18 +8,18 @@ from __future__ import annotations
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-import torch
-
 from lora_layers import RowRun
 from lora_server.model.attention_step import AttentionStep, DecodeGroup, PrefillChunk
 
-from .block_table import BlockTable
-from .decode_again import DecodeAgain
+from .decode_again import DecodeAgain, DecodeLayout, GroupBlocks
+from .kv_layout import add_slots, as_tensor, int64_array, padded_blocks, split_tensor
 from .step_batch import LogitsRows, StepBatch, StepRows
 
 if TYPE_CHECKING:
+    from array import array
     from collections.abc import Iterable, Sequence
+
+    import torch
 
     from .scheduler import ScheduledChunk
     from .sequence import SequenceState
@@ -30,7 +30,15 @@ class _LastStep(NamedTuple):
 
     chunks: Sequence[ScheduledChunk]
     """As the scheduler chose them."""
-    step: StepBatch
+    layout: DecodeLayout
+
+
+class _Single(NamedTuple):
+    """A chunk of one token."""
+
+    row: int
+    position: int
+    sequence: SequenceState
 
 
 class BatchBuilder:
@@ -45,7 +53,6 @@ class BatchBuilder:
         """
         self._block_size = block_size
         self._device = device
-        self._table = BlockTable()
         self._rows: StepRows | None = None
         self._last: _LastStep | None = None
         self._again: DecodeAgain | None = None
@@ -62,7 +69,7 @@ class BatchBuilder:
         if last is None or chunks is not last.chunks:
             return self._build(chunks)
         if self._again is None:
-            self._again = DecodeAgain(last.step, block_size=self._block_size)
+            self._again = DecodeAgain(last.layout, block_size=self._block_size)
         return self._again.next()
 
     def _build(self, chunks: Sequence[ScheduledChunk]) -> StepBatch:
@@ -70,23 +77,35 @@ class BatchBuilder:
         rows = self._rows
         if rows is None or not _goes_on(rows, ordered):
             rows = self._rows = self._lay_out(ordered)
-        self._table.update([chunk.sequence for chunk in ordered])
-        token_ids, starts = _tokens(ordered)
-        counts = np.array([chunk.num_tokens for chunk in ordered])
-        ends = counts.cumsum()
-        row_of = np.repeat(np.arange(len(ordered)), counts)
-        positions = np.arange(len(token_ids)) + (starts - (ends - counts))[row_of]
+        device = self._device
+        ids, moving = self._tokens(ordered)
+        groups = self._groups(ordered)
+        for group in groups:
+            moving.extend(single.position for single in group)
+        sizes = [len(group) for group in groups]
+        position_ids, slots, *positions = split_tensor(moving, sizes, device)
+        tables = [self._blocks_of(group) for group in groups]
+        is_whole = len(groups) == 1 and len(groups[0]) == len(ids)
         step = StepBatch(
             rows=rows,
-            input_ids=torch.tensor([token_ids], device=self._device),
-            position_ids=self._tensor(positions).unsqueeze(0),
+            input_ids=as_tensor(ids, device).unsqueeze(0),
+            position_ids=position_ids.unsqueeze(0),
             attention=AttentionStep(
-                token_slots=self._tensor(self._table.slots(row_of, positions, self._block_size)),
-                decode=self._decode_groups(starts, counts, ends),
-                prefill=self._prefill_chunks(starts, counts, ends),
+                token_slots=slots,
+                decode=tuple(
+                    DecodeGroup(
+                        rows=None if is_whole else self._rows_of(group),
+                        blocks=as_tensor(table.blocks, device),
+                        blocks_per_sequence=len(table.blocks) // len(group),
+                        positions=found,
+                    )
+                    for group, table, found in zip(groups, tables, positions, strict=True)
+                ),
+                prefill=self._prefill_chunks(ordered),
             ),
         )
-        self._last = _LastStep(chunks, step) if rows.is_decode else None
+        layout = DecodeLayout(step, ids, moving, tables)
+        self._last = _LastStep(chunks, layout) if rows.is_decode else None
         self._again = None
         return step
 
@@ -98,7 +117,7 @@ class BatchBuilder:
             chunks=ordered,
             token_runs=_runs((chunk.sequence, chunk.num_tokens) for chunk in ordered),
             logits_runs=_runs((rows.sequence, rows.num_rows) for rows in logits_rows),
-            logits_idx=torch.tensor(idx, dtype=torch.int64, device=self._device),
+            logits_idx=as_tensor(int64_array(idx), self._device),
             logits_rows=logits_rows,
             sampled=tuple(rows.sequence for rows in sampled),
             sampled_idx=tuple(rows.first + rows.num_prompt_rows for rows in sampled),
@@ -106,51 +125,56 @@ class BatchBuilder:
             is_plain=is_decode and all(map(_is_plain, ordered)),
         )
 
-    def _decode_groups(
-        self, starts: np.ndarray, counts: np.ndarray, ends: np.ndarray
-    ) -> tuple[DecodeGroup, ...]:
+    def _tokens(self, chunks: Iterable[ScheduledChunk]) -> tuple[array[int], array[int]]:
+        """Return the ids of all tokens; and their positions, then their places in the store."""
+        ids, positions, slots = int64_array(), int64_array(), int64_array()
+        size = self._block_size
+        for sequence, count in chunks:
+            start = sequence.num_computed
+            if count == 1:
+                ids.append(sequence.token_ids[start])
+                positions.append(start)
+                slots.append(sequence.block_ids[start // size] * size + start % size)
+            else:
+                ids.extend(sequence.token_ids[start : start + count])
+                positions.extend(range(start, start + count))
+                add_slots(slots, sequence.block_ids, start=start, count=count, block_size=size)
+        return ids, positions + slots
+
+    def _groups(self, chunks: Iterable[ScheduledChunk]) -> list[list[_Single]]:
         """Sequences that bring one token, grouped so that padding stays below half."""
-        single = np.flatnonzero(counts == 1)
-        if not len(single):
-            return ()
-        num_blocks = starts[single] // self._block_size + 1
-        groups = [single]
-        if num_blocks.max() * len(single) > 2 * num_blocks.sum():
-            groups = [single[group] for group in _split_by_length(num_blocks)]
-        is_whole = len(groups) == 1 and len(single) == ends[-1]
-        return tuple(self._decode_group(group, starts, ends, is_whole=is_whole) for group in groups)
+        singles: list[_Single] = []
+        row = 0
+        for sequence, count in chunks:
+            if count == 1:
+                singles.append(_Single(row, sequence.num_computed, sequence))
+            row += count
+        num_blocks = [single.position // self._block_size + 1 for single in singles]
+        if max(num_blocks, default=0) * len(singles) <= 2 * sum(num_blocks):
+            return [singles] if singles else []
+        return [[singles[i] for i in group] for group in _split_by_length(num_blocks)]
 
-    def _decode_group(
-        self, group: np.ndarray, starts: np.ndarray, ends: np.ndarray, *, is_whole: bool
-    ) -> DecodeGroup:
-        positions = starts[group]
-        width = int(positions.max()) // self._block_size + 1
-        return DecodeGroup(
-            rows=None if is_whole else self._tensor(ends[group] - 1),
-            blocks=self._tensor(self._table.first_blocks(group, width).reshape(-1)),
-            blocks_per_sequence=width,
-            positions=self._tensor(positions),
-        )
+    def _blocks_of(self, group: Sequence[_Single]) -> GroupBlocks:
+        width = max(single.position for single in group) // self._block_size + 1
+        members = [single.sequence for single in group]
+        return GroupBlocks(members, padded_blocks((s.block_ids for s in members), width))
 
-    def _prefill_chunks(
-        self, starts: np.ndarray, counts: np.ndarray, ends: np.ndarray
-    ) -> tuple[PrefillChunk, ...]:
+    def _rows_of(self, group: Iterable[_Single]) -> torch.Tensor:
+        return as_tensor(int64_array(single.row for single in group), self._device)
+
+    def _prefill_chunks(self, chunks: Iterable[ScheduledChunk]) -> tuple[PrefillChunk, ...]:
         found = []
-        for i in np.flatnonzero(counts > 1):
-            context, count = int(starts[i]), int(counts[i])
-            width = -(-(context + count) // self._block_size)
-            found.append(
-                PrefillChunk(
-                    start=int(ends[i]) - count,
-                    num_tokens=count,
-                    context=context,
-                    blocks=self._tensor(self._table.first_blocks(np.array([i]), width)[0]),
+        row = 0
+        for sequence, count in chunks:
+            if count > 1:
+                context = sequence.num_computed
+                width = -(-(context + count) // self._block_size)
+                blocks = as_tensor(sequence.block_ids[:width], self._device)
+                found.append(
+                    PrefillChunk(start=row, num_tokens=count, context=context, blocks=blocks)
                 )
-            )
+            row += count
         return tuple(found)
-
-    def _tensor(self, values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(values).to(self._device, non_blocking=True)
 
 
 def _goes_on(rows: StepRows, ordered: tuple[ScheduledChunk, ...]) -> bool:
@@ -169,20 +193,6 @@ def _wants_token(sequence: SequenceState) -> bool:
 def _is_plain(chunk: ScheduledChunk) -> bool:
     sequence = chunk.sequence
     return sequence.is_plain and sequence.sampling.prompt_logprobs is None
-
-
-def _tokens(chunks: Iterable[ScheduledChunk]) -> tuple[list[int], np.ndarray]:
-    """Return the tokens of all chunks, and the position of each chunk's first one."""
-    token_ids: list[int] = []
-    starts: list[int] = []
-    for sequence, num_tokens in chunks:
-        start = sequence.num_computed
-        starts.append(start)
-        if num_tokens == 1:
-            token_ids.append(sequence.token_ids[start])
-        else:
-            token_ids += sequence.token_ids[start : start + num_tokens]
-    return token_ids, np.array(starts)
 
 
 def _runs(rows: Iterable[tuple[SequenceState, int]]) -> tuple[RowRun, ...]:
@@ -216,11 +226,11 @@ def _logits_rows(
     return idx, tuple(found)
 
 
-def _split_by_length(num_blocks: np.ndarray) -> list[list[int]]:
+def _split_by_length(num_blocks: Sequence[int]) -> list[list[int]]:
     """Longest first; a new group starts where less than half of the padded length is used."""
     groups: list[list[int]] = []
     longest = 0
-    for i in np.argsort(-num_blocks, kind="stable").tolist():
+    for i in sorted(range(len(num_blocks)), key=lambda i: -num_blocks[i]):
         if groups and 2 * num_blocks[i] >= longest:
             groups[-1].append(i)
         else:

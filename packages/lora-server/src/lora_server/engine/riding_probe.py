@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from lora_server.effect import LogitShift, ShiftOf
 
+from .kv_layout import int64_array
 from .request import AdapterUse, GenerationRequest, SamplingParams
 from .scheduler import ScheduledChunk
 from .sequence import SequenceState
@@ -82,7 +83,7 @@ class RidingProbe:
             return False
         self._pool = pool
         for sequence in self._riders:
-            sequence.block_ids = pool.allocate(count)
+            sequence.block_ids = int64_array(pool.allocate(count))
         return True
 
     def next_chunks(self, room: int) -> tuple[ScheduledChunk, ...]:
@@ -135,7 +136,7 @@ class RidingProbe:
             return
         blocks = [block for sequence in self._riders for block in sequence.block_ids]
         for sequence in self._riders:
-            sequence.block_ids = []
+            sequence.block_ids = int64_array()
         self._clear_blocks(blocks)
         pool.release(blocks)
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from .fairness import TokenShares
+from .kv_layout import int64_array
 from .steady import SteadyPlan
 
 if TYPE_CHECKING:
@@ -450,7 +451,7 @@ class Scheduler:
             self._give_back(sequence)
             return False
         self.pool.share(shared)
-        sequence.block_ids = [*shared, *self.pool.allocate(needed)]
+        sequence.block_ids = int64_array([*shared, *self.pool.allocate(needed)])
         sequence.num_computed = len(shared) * self.limits.block_size
         if sequence.num_generated == 0:
             sequence.num_cached_tokens = sequence.num_computed
@@ -481,7 +482,7 @@ class Scheduler:
 
     def _give_back(self, sequence: SequenceState) -> None:
         self.pool.release(sequence.block_ids)
-        sequence.block_ids = []
+        sequence.block_ids = int64_array()
         if sequence.lease is not None:
             sequence.lease.release()
             sequence.lease = None

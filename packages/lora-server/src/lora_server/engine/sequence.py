@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .kv_layout import int64_array
 from .prefix import BlockKey, child_key, root_key
 
 if TYPE_CHECKING:
@@ -58,7 +59,8 @@ class SequenceState:
         self.token_ids: list[int] = list(request.prompt_token_ids)
         self.num_computed = 0
         """Tokens whose keys and values are stored."""
-        self.block_ids: list[int] = []
+        self.block_ids = int64_array()
+        """KV blocks, in the order of the tokens."""
         self.block_keys: list[BlockKey] = []
         """Keys of the full blocks of `token_ids`, as far as they were needed."""
         self.lease: Lease[str] | None = None

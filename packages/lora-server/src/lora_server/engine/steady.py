@@ -47,8 +47,9 @@ class SteadyPlan:
             shares: is charged for the step's tokens.
             pool: gives the blocks that the step needs.
         """
-        growing = self._growing[self._at]
-        if growing:
+        if growing := self._growing[self._at]:
+            size = len(self._growing)
+            growing = [s for s in growing if s.num_computed >= len(s.block_ids) * size]
             if not pool.can_allocate(len(growing)):
                 return None
             for sequence, block in zip(growing, pool.allocate(len(growing)), strict=True):
