@@ -368,8 +368,6 @@ class LoraModelManager:
             NotLinearError: a run gives a scale other than 1, or another adapter beside it, to an
                 adapter with a gain or a whole module. No routing is set then.
         """
-        for group in self._injection.groups:
-            group.drop()
         version = self._cache.layout_version
         self._step.set(tokens, logits, layout_version=version, slots_of=self._slots_of)
 

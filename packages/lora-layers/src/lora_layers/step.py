@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import lora_kernels as kernels
 from lora_kernels import Routing
@@ -38,6 +38,13 @@ class NoRouting:
 NO_ROUTING = NoRouting()
 
 
+class ResultKeeper(Protocol):
+    """A module that keeps a result for calls to come, which a new routing makes wrong."""
+
+    def drop(self) -> None:
+        """Forget it."""
+
+
 class RoutingCell:
     """The place from which wrapped modules read the step's routing.
 
@@ -45,10 +52,12 @@ class RoutingCell:
     price of one comparison.
     """
 
-    __slots__ = ("active", "num_writes")
+    __slots__ = ("active", "keepers", "num_writes")
 
     def __init__(self) -> None:
         self.active: Routing | NoRouting | None = NO_ROUTING
+        self.keepers: set[ResultKeeper] = set()
+        """Who keeps a result that was computed under this routing."""
         self.num_writes = 0
         """Slots written or reset so far in the modules that read here."""
 
@@ -66,17 +75,18 @@ class _Memo:
         self.runs: tuple[RowRun, ...] | None = None
         self.layout_version = -1
         self.routing: Routing | None = None
+        """None where no run has an adapter, or nothing is kept."""
         self.cell.active = NO_ROUTING
 
     def holds(self, runs: tuple[RowRun, ...], layout_version: int) -> bool:
         return layout_version == self.layout_version and runs == self.runs
 
-    def keep(self, runs: tuple[RowRun, ...], layout_version: int, routing: Routing) -> None:
+    def keep(self, runs: tuple[RowRun, ...], layout_version: int, routing: Routing | None) -> None:
         self.runs, self.layout_version, self.routing = runs, layout_version, routing
 
     def publish(self) -> None:
-        if self.routing is not None:
-            self.cell.active = None if self.routing.is_empty else self.routing
+        is_empty = self.routing is None or self.routing.is_empty
+        self.cell.active = None if is_empty else self.routing
 
 
 class StepState:
@@ -118,12 +128,14 @@ class StepState:
             AdapterNotActiveError: a run names an adapter that is in no slot.
             NotLinearError: a run scales or mixes an adapter that allows neither.
         """
-        self._tokens.cell.active = self._logits.cell.active = NO_ROUTING
+        for cell in (self.tokens, self.logits):
+            cell.active = NO_ROUTING
+            for keeper in tuple(cell.keepers):
+                keeper.drop()
         token_runs, logits_runs = tuple(tokens), tuple(logits)
         self._renew(self._tokens, token_runs, layout_version, slots_of)
-        shared = self._tokens.routing
-        if shared is not None and logits_runs == token_runs:
-            self._logits.keep(logits_runs, layout_version, shared)  # every row gets logits: decode
+        if logits_runs == token_runs:  # every row gets logits: decode
+            self._logits.keep(logits_runs, layout_version, self._tokens.routing)
         else:
             self._renew(self._logits, logits_runs, layout_version, slots_of)
         self._tokens.publish()
@@ -147,6 +159,9 @@ class StepState:
         self, memo: _Memo, runs: tuple[RowRun, ...], layout_version: int, slots_of: SlotLookup
     ) -> None:
         if memo.holds(runs, layout_version):
+            return
+        if not any(run.adapters for run in runs):
+            memo.keep(runs, layout_version, None)
             return
         routing = route_runs(runs, slots_of(runs), num_slots=self._num_slots, device=self._device)
         memo.keep(runs, layout_version, routing)

@@ -26,7 +26,7 @@ class PackedGroup:
     """The fused weight of the members, their slots, and the slices not yet taken.
 
     A result is kept only for calls with the very same tensor object, unchanged since, and only
-    until each member has taken its slice, another input comes, or `drop` is called. The input is
+    until each member has taken its slice, another input comes, or a routing is set. The input is
     held as long, so that its identity cannot pass to another tensor.
 
     Under `torch.inference_mode` tensors carry no version: there an input must not be written in
@@ -87,6 +87,7 @@ class PackedGroup:
         self._input = None
         self._slices = ()
         self._left = 0
+        self.stack.cell.keepers.discard(self)
 
     def _compute(self, x: Tensor) -> None:
         self.drop()  # an error below must leave nothing behind
@@ -97,6 +98,7 @@ class PackedGroup:
             add_delta_(y, x, stack, routing)
         self._slices = torch.split(y, self._sizes, dim=-1)
         self._input, self._version, self._left = x, _version(x), self._all
+        stack.cell.keepers.add(self)
 
     def unfuse(self) -> None:
         """Give each member's parameters a storage of their own again, with the same values."""
