@@ -1,8 +1,8 @@
 """The program with a model that takes 10 ms a step and thinks nothing: what is left is the rest.
 
 `python integration_tests/support/asleep.py serve MODEL ...` is `lora-server serve MODEL ...`, but
-each forward pass sleeps and answers with fixed random logits. It takes 10 ms where nothing else
-runs: what the timer adds to a sleep is measured at the start, and left out of it.
+each forward pass sleeps and answers with fixed random logits, or the largest of them. It takes 10 ms
+where nothing else runs: what the timer adds to a sleep is measured at the start, and left out.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import statistics
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
 
 from lora_server.cli.main import main
+from lora_server.model.greedy import Largest
 from lora_server.model.load import LoadedModel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from lora_server.model.attention_step import AttentionStep
 
 STEP_S = 0.010
@@ -43,36 +43,72 @@ def sleep_lasts_longer_s() -> float:
     return statistics.median(found)
 
 
-def sleeping_forward() -> Callable[..., torch.Tensor]:
-    """Return what replaces `LoadedModel.forward`."""
-    answers: list[torch.Tensor] = []
-    prctl = ctypes.CDLL(None).prctl
-    sleep_s_of: dict[int, float] = {}
+class Sleeper:
+    """What replaces the forward passes of `LoadedModel`."""
+
+    def __init__(self) -> None:
+        """Measure and draw nothing yet."""
+        self._prctl = ctypes.CDLL(None).prctl
+        self._sleep_s_of: dict[int, float] = {}
+        """Thread -> what it asks for to sleep 10 ms."""
+        self._logits: list[torch.Tensor] = []
+        """For each number of rows."""
+        self._token_ids: list[int] = []
+        """The largest of each row."""
 
     def forward(
-        self: LoadedModel,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        step: AttentionStep,
+        self,
+        model: LoadedModel,
+        _input_ids: torch.Tensor,
+        _position_ids: torch.Tensor,
+        _step: AttentionStep,
         logits_idx: torch.Tensor,
     ) -> torch.Tensor:
         """Sleep; answer as many rows of logits as are wanted."""
-        thread = threading.get_ident()
-        if thread not in sleep_s_of:
-            prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(1))
-            sleep_s_of[thread] = STEP_S - sleep_lasts_longer_s()
-        if not answers:
-            generator = torch.Generator().manual_seed(0)
-            table = torch.randn(MAX_ROWS, self.vocab_size, generator=generator).to(self.dtype)
-            answers.extend(table[:count] for count in range(MAX_ROWS + 1))
-        # Before the sleep: torch's operators take 0.3 ms after one, and a forward pass takes 10.
-        answer = answers[len(logits_idx)]
-        time.sleep(sleep_s_of[thread])
-        return answer
+        self._sleep(model)
+        return self._logits[len(logits_idx)]
 
-    return forward
+    def forward_greedy(
+        self,
+        model: LoadedModel,
+        _input_ids: torch.Tensor,
+        _position_ids: torch.Tensor,
+        _step: AttentionStep,
+        logits_idx: torch.Tensor,
+    ) -> Largest:
+        """Sleep; answer with the largest logits of as many rows as are wanted."""
+        self._sleep(model)
+        return Largest(self._token_ids[: len(logits_idx)], is_finite=True)
+
+    def _sleep(self, model: LoadedModel) -> None:
+        thread = threading.get_ident()
+        if thread not in self._sleep_s_of:
+            self._prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(1))
+            self._sleep_s_of[thread] = STEP_S - sleep_lasts_longer_s()
+        if not self._logits:
+            generator = torch.Generator().manual_seed(0)
+            table = torch.randn(MAX_ROWS, model.vocab_size, generator=generator).to(model.dtype)
+            self._token_ids = table.max(dim=1).indices.tolist()
+            self._logits = [table[:count] for count in range(MAX_ROWS + 1)]
+        time.sleep(self._sleep_s_of[thread])
+
+
+def asleep() -> ExitStack:
+    """Let every model sleep, until the stack is closed."""
+    sleeper = Sleeper()
+
+    def forward(model: LoadedModel, *inputs: Any) -> torch.Tensor:
+        return sleeper.forward(model, *inputs)
+
+    def forward_greedy(model: LoadedModel, *inputs: Any) -> Largest:
+        return sleeper.forward_greedy(model, *inputs)
+
+    stack = ExitStack()
+    for run in (forward, forward_greedy):
+        stack.enter_context(mock.patch.object(LoadedModel, run.__name__, run))
+    return stack
 
 
 if __name__ == "__main__":
-    with mock.patch.object(LoadedModel, "forward", sleeping_forward()):
+    with asleep():
         sys.exit(main(sys.argv[1:]))

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from lora_kernels.native import why_not_native
-from lora_server.engine.greedy import Largest
-from lora_server.engine.greedy import find_largest as find_largest_with
+from lora_server.model.greedy import Largest
+from lora_server.model.greedy import find_largest as find_largest_with
 from lora_server.model.native.kernels import LayerKernels, load_layer_kernels
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

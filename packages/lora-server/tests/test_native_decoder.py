@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -39,8 +40,10 @@ from lora_weights import load_adapter
 from lora_weights.testing import llama_modules, write_adapter
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
+
+    from lora_server.model.greedy import Largest
 
 AUTO_MODEL: Any = AutoModelForCausalLM  # its functions have no annotations
 BLOCK, BLOCKS_EACH, LAYERS = 16, 4, 2
@@ -160,30 +163,40 @@ class Served:
         adapter = load_adapter(path, dtype=torch.bfloat16, max_rank=16)
         self.manager.register(key, self.manager.prepare(adapter))
 
-    @torch.inference_mode()
-    def step(self, rows: Sequence[Row], kept: torch.Tensor | None = None) -> list[torch.Tensor]:
-        """Run one step; return the logits of each sequence's tokens, or of the kept rows."""
+    @contextmanager
+    def _ready(
+        self, rows: Sequence[Row], kept: torch.Tensor | None = None
+    ) -> Iterator[dict[str, torch.Tensor]]:
+        """Set a step's adapters and places; yield its input."""
         keys = {key for row in rows for key, _ in row.adapters}
-        with self.manager.acquire(keys):
+        with torch.inference_mode(), self.manager.acquire(keys):
             runs = [RowRun(num_rows=len(r.tokens), adapters=r.adapters) for r in rows]
             heads = runs  # which rows of logits are whose
             if kept is not None:
                 heads = [RowRun(num_rows=len(kept), adapters=rows[0].adapters)]
             self.manager.set_routing(runs, heads)
             self.attention.step = lay_out(rows)
-            ids = torch.tensor([[token for row in rows for token in row.tokens]])
-            places = torch.tensor(
-                [[row.context + i for row in rows for i in range(len(row.tokens))]]
-            )
-            logits = self.model(
-                input_ids=ids,
-                position_ids=places,
-                use_cache=False,
-                logits_to_keep=0 if kept is None else kept,
-            ).logits[0]
+            places = [row.context + i for row in rows for i in range(len(row.tokens))]
+            yield {
+                "input_ids": torch.tensor([[token for row in rows for token in row.tokens]]),
+                "position_ids": torch.tensor([places]),
+            }
+
+    def step(self, rows: Sequence[Row], kept: torch.Tensor | None = None) -> list[torch.Tensor]:
+        """Run one step; return the logits of each sequence's tokens, or of the kept rows."""
+        wanted = 0 if kept is None else kept
+        with self._ready(rows, kept) as inputs:
+            logits = self.model(**inputs, use_cache=False, logits_to_keep=wanted).logits[0]
         return (
             [logits] if kept is not None else list(logits.split([len(row.tokens) for row in rows]))
         )
+
+    def largest(self, rows: Sequence[Row]) -> Largest | None:
+        """Run one step; return the largest logits of all its tokens, if the kernels find them."""
+        assert isinstance(self.model.forward, NativeForward)
+        with self._ready(rows) as inputs:
+            kept = torch.arange(inputs["input_ids"].shape[1])
+            return self.model.forward.largest(**inputs, kept=kept)
 
     @torch.inference_mode()
     def expected(self, adapters: tuple[tuple[str, float], ...], tokens: list[int]) -> torch.Tensor:
@@ -394,6 +407,31 @@ if has_tiles():
         (some,) = served.step([row], kept)
         assert torch.equal(some, every[kept])
         assert served.stack.num_calls == before + 1
+
+    def test_the_largest_logits_are_those_of_merged_weights(served: Served) -> None:
+        rows = [
+            Row(sequence=i, adapters=use, context=0, tokens=tokens(count, i))
+            for i, (use, count) in enumerate(zip(USES, (19, 1, 30), strict=True))
+        ]
+        found = served.largest(rows)
+        assert found is not None
+        assert found.is_finite
+        logits = torch.cat(served.step(rows))
+        assert found.token_ids == [int((row == row.max()).nonzero()[0]) for row in logits]
+        exact = torch.cat([served.expected(row.adapters, row.tokens) for row in rows])
+        chosen = exact[torch.arange(len(exact)), torch.tensor(found.token_ids)]
+        assert (exact.amax(1) - chosen).max() <= 0.05 * exact.abs().max()
+
+    def test_logits_that_an_adapter_changes_are_left_to_the_head(tmp_path: Path) -> None:
+        served = Served(FUSED["llama"], tmp_path, max_loras=3)
+        modules = {**MODULES, "lm_head": (128, 96)}
+        served.add("h", write_adapter(tmp_path / "h", modules, r=4, seed=3, std=0.08))
+        own, base = (
+            Row(sequence=i, adapters=use, context=0, tokens=tokens(5, 1))
+            for i, use in enumerate(((("h", 1.0),), ()))
+        )
+        assert served.largest([own, base]) is None
+        assert served.largest([base]) is not None
 
     def test_a_token_that_is_none_of_the_vocabulary_is_refused(served: Served) -> None:
         row = Row(sequence=0, adapters=(), context=0, tokens=[*tokens(8, 3), 96])

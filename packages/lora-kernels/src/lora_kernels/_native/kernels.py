@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
 _APPLY = [_POINTER, _POINTER, _POINTER, _SIZE, _POINTER, _SIZE]
 _RUN = [_POINTER, _POINTER, _SIZE, _POINTER, _SIZE, _SIZE, _SIZE, _SIZE, _POINTER]
+_LARGEST = [_POINTER, _POINTER, _SIZE, _SIZE, _SIZE, _SIZE, _POINTER, _POINTER]
 _PACK = [_POINTER, _SIZE, _SIZE, _SIZE, _POINTER]
 _ADVISE = [_POINTER, _SIZE]
 
@@ -25,7 +26,14 @@ _ADVISE = [_POINTER, _SIZE]
 class NativeKernels:
     """The functions of `lora.cpp` and `product.cpp`. Addresses are passed as integers."""
 
-    __slots__ = ("apply_lora", "has_product", "pack_product", "run_product", "weight_memory")
+    __slots__ = (
+        "apply_lora",
+        "find_largest",
+        "has_product",
+        "pack_product",
+        "run_product",
+        "weight_memory",
+    )
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.apply_lora: dict[torch.dtype, Callable[..., None]] = {
@@ -34,6 +42,7 @@ class NativeKernels:
         }
         self.pack_product = _declare(library.product_pack, _PACK)
         self.run_product = _declare(library.product_run, _RUN)
+        self.find_largest = _declare(library.product_largest, _LARGEST, ctypes.c_int)
         self.weight_memory = WeightMemory(_declare(library.product_advise, _ADVISE))
         """Where packed weights lie."""
         self.has_product = bool(library.product_is_available())
@@ -51,8 +60,8 @@ def native_kernels() -> NativeKernels:
     return NativeKernels(load_library([folder / "lora.cpp", folder / "product.cpp"]))
 
 
-def _declare(function: Any, arguments: list[Any]) -> Callable[..., None]:
+def _declare(function: Any, arguments: list[Any], result: Any = None) -> Callable[..., Any]:
     function.argtypes = arguments
-    function.restype = None
-    declared: Callable[..., None] = function
+    function.restype = result
+    declared: Callable[..., Any] = function
     return declared

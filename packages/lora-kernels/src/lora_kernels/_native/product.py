@@ -5,6 +5,7 @@ Letters: `T` rows, `I` in, `O` out.
 
 from __future__ import annotations
 
+from array import array
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,7 +26,15 @@ class PackedProduct:
     number of rows or on its neighbours.
     """
 
-    __slots__ = ("_bias", "_packed", "_piece", "_run", "in_features", "out_features")
+    __slots__ = (
+        "_bias",
+        "_find_largest",
+        "_packed",
+        "_piece",
+        "_run",
+        "in_features",
+        "out_features",
+    )
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         """Pack a copy of a weight.
@@ -50,6 +59,7 @@ class PackedProduct:
         if not kernels.has_product:
             raise BackendUnavailableError("packed product: no AMX tiles for bfloat16 here")
         self._run = kernels.run_product
+        self._find_largest = kernels.find_largest
         memory, self._piece = kernels.weight_memory.allocate(weight.nbytes)
         self._packed = memory.view(torch.bfloat16)
         self._bias = None if bias is None else bias.detach().float().contiguous()
@@ -69,15 +79,7 @@ class PackedProduct:
         Raises:
             UnsupportedShapeError: `x` has another width, dtype or device.
         """
-        is_right = x.shape[-1] == self.in_features and x.dtype is torch.bfloat16
-        if not is_right or x.device.type != "cpu":
-            raise UnsupportedShapeError(
-                f"packed product: x is {[*x.shape]} {x.dtype} on {x.device}, "
-                f"expected [..., {self.in_features}] bfloat16 on cpu"
-            )
-        rows = x.reshape(-1, self.in_features)
-        if rows.stride(1) != 1:
-            rows = rows.contiguous()
+        rows = self._rows_of(x)
         y = torch.empty((*x.shape[:-1], self.out_features), dtype=torch.bfloat16)
         self._run(
             self._packed.data_ptr(),
@@ -91,3 +93,41 @@ class PackedProduct:
             None if self._bias is None else self._bias.data_ptr(),
         )
         return y
+
+    def largest(self, x: Tensor) -> tuple[list[int], bool]:
+        """Return the place of each row's largest output, without writing the outputs.
+
+        Args:
+            x: `[T, I]` bfloat16.
+
+        Returns:
+            The first place of the largest of each row, `T` numbers, as it would be among the
+            rounded outputs; and whether all of these are numbers and the largest ones finite. The
+            places mean nothing where they are not.
+
+        Raises:
+            UnsupportedShapeError: `x` has another width, dtype or device.
+        """
+        rows = self._rows_of(x)
+        places = array("q", bytes(8 * rows.shape[0]))
+        are_finite = self._find_largest(
+            self._packed.data_ptr(),
+            rows.data_ptr(),
+            rows.stride(0),
+            rows.shape[0],
+            self.out_features,
+            self.in_features,
+            None if self._bias is None else self._bias.data_ptr(),
+            places.buffer_info()[0],
+        )
+        return places.tolist(), bool(are_finite)
+
+    def _rows_of(self, x: Tensor) -> Tensor:
+        is_right = x.shape[-1] == self.in_features and x.dtype is torch.bfloat16
+        if not is_right or x.device.type != "cpu":
+            raise UnsupportedShapeError(
+                f"packed product: x is {[*x.shape]} {x.dtype} on {x.device}, "
+                f"expected [..., {self.in_features}] bfloat16 on cpu"
+            )
+        rows = x.reshape(-1, self.in_features)
+        return rows if rows.stride(1) == 1 else rows.contiguous()

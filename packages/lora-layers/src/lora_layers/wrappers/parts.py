@@ -34,6 +34,11 @@ class LinearParts:
     stack: SlotStack
     """What the adapters add."""
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the module is its product alone, to which the step's adapters add nothing."""
+        return self.stack.cell.active is None or self.stack.is_idle
+
     def adapter_addresses(self, num_rows: int) -> tuple[int, int] | None:
         """Return where the native kernels find the module's slots and the step's routing.
 
@@ -46,10 +51,10 @@ class LinearParts:
             cannot, or say what is wrong. The answer is another one when the stack's cell has
             another routing or another number of writes.
         """
+        if self.is_plain:
+            return _NOTHING
         stack = self.stack
         routing = stack.cell.active
-        if routing is None or stack.is_idle:
-            return _NOTHING
         is_right = isinstance(routing, Routing) and routing.num_tokens == num_rows
         if not is_right or stack.backend is not Backend.NATIVE:
             return None

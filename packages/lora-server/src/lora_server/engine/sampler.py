@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from lora_server.engine.greedy import find_largest
 from lora_server.engine.logprobs import token_logprobs
+from lora_server.model.greedy import find_largest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -14,10 +14,10 @@ import torch
 
 from lora_server.errors import EngineError
 from lora_server.logs import log_fields
+from lora_server.model.greedy import find_largest
 
 from .batch import BatchBuilder
 from .claims import SlotClaim
-from .greedy import find_largest
 from .logprobs import token_logprobs
 from .messages import (
     EngineOutput,
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from lora_cache import CacheStats
+    from lora_server.model.greedy import Largest
     from lora_server.model.load import LoadedModel
 
     from .admission import AdapterAdmission
@@ -303,11 +304,11 @@ class EngineCore:
         if self.adapters is not None:
             self.adapters.manager.set_routing(rows.token_runs, rows.logits_runs)
         self.before_forward()
-        logits = self.model.forward(
-            batch.input_ids, batch.position_ids, batch.attention, rows.logits_idx
-        )
+        inputs = batch.input_ids, batch.position_ids, batch.attention, rows.logits_idx
         if rows.is_plain:
-            return self._advance_plain(rows.sampled, self._largest(logits))
+            token_ids = _finite(self.model.forward_greedy(*inputs))
+            return self._advance_plain(rows.sampled, token_ids)
+        logits = self.model.forward(*inputs)
         if collect is not None:
             rows = collect(logits, rows)
         sampled = self._sample(logits, rows)
@@ -323,19 +324,12 @@ class EngineCore:
             return {}
         if len(sequences) != logits.shape[0]:
             logits = logits[list(rows.sampled_idx)]
-        token_ids = self._largest(logits)
+        token_ids = _finite(find_largest(logits, self.model.attention.kernels))
         sampled = dict(zip(sequences, map(SampledToken, token_ids), strict=True))
         shaped = [i for i, sequence in enumerate(sequences) if not sequence.is_plain]
         if shaped:
             sampled.update(self._draw(logits, [sequences[i] for i in shaped], shaped))
         return sampled
-
-    def _largest(self, logits: torch.Tensor) -> list[int]:
-        """Find the largest logit of each row."""
-        largest = find_largest(logits, self.model.attention.kernels)
-        if not largest.is_finite:
-            raise EngineError("the model's output is not a finite number")
-        return largest.token_ids
 
     def _draw(
         self, logits: torch.Tensor, sequences: Sequence[SequenceState], idx: list[int]
@@ -480,6 +474,13 @@ def _generator(request: GenerationRequest, index: int) -> torch.Generator | None
     generator = torch.Generator()
     generator.manual_seed((secrets.randbits(63) if seed is None else seed + index) % 2**63)
     return generator
+
+
+def _finite(largest: Largest) -> list[int]:
+    """Return the tokens that were chosen, if the logits are such that one can choose."""
+    if not largest.is_finite:
+        raise EngineError("the model's output is not a finite number")
+    return largest.token_ids
 
 
 def _digests(sequences: Sequence[SequenceState]) -> tuple[str, ...]:

@@ -18,6 +18,8 @@ from transformers.utils import logging as transformers_logging
 from lora_server.errors import StartupError
 
 from .attention import PagedAttention
+from .greedy import find_largest
+from .native.forward import NativeForward
 from .native.fuse import fuse_layers
 from .native.kernels import load_layer_kernels
 from .native.layers import use_native_layers
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
     from .attention_step import AttentionStep
+    from .greedy import Largest
     from .kv_cache import KvCache, KvShape
 
 _log = logging.getLogger(__name__)
@@ -113,6 +116,30 @@ class LoadedModel:
         )
         logits: torch.Tensor = output.logits
         return logits[0]
+
+    def forward_greedy(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        step: AttentionStep,
+        logits_idx: torch.Tensor,
+    ) -> Largest:
+        """Run one packed step as `forward` does; choose the largest logit of each wanted row.
+
+        Args:
+            input_ids: `[1, T]` int64.
+            position_ids: `[1, T]` int64.
+            step: which row belongs to which sequence.
+            logits_idx: `[S]` int64 rows; at least one.
+        """
+        run = self.module.forward
+        if isinstance(run, NativeForward):
+            self.attention.step = step
+            found = run.largest(input_ids, position_ids, logits_idx)
+            if found is not None:
+                return found
+        logits = self.forward(input_ids, position_ids, step, logits_idx)
+        return find_largest(logits, self.attention.kernels)
 
 
 def load_model(path: str, *, dtype: str = "auto", device: str = "auto") -> LoadedModel:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from transformers.modeling_outputs import CausalLMOutput
 
-from lora_layers import EmbeddingParts, embedding_parts
+from lora_layers import EmbeddingParts, embedding_parts, linear_parts
+from lora_server.model.greedy import Largest
 
 from .angles import AngleTable, is_static
 from .layers import RmsNorm
@@ -111,6 +112,8 @@ class NativeForward:
         """
         norm, weight = cast("Any", parts.norm), parts.embedding.weight
         self._parts = parts
+        self._head = linear_parts([parts.head])
+        """None where the head's product is none of the kernels'."""
         self._stack = stack
         self._run = run
         self._original = original
@@ -160,6 +163,25 @@ class NativeForward:
             logits_to_keep=logits_to_keep,
             **options,
         )
+
+    def largest(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, kept: torch.Tensor
+    ) -> Largest | None:
+        """Choose the largest logit of rows; the logits themselves are not written.
+
+        Args:
+            input_ids: `[1, T]` int64.
+            position_ids: `[1, T]` int64.
+            kept: `[S]` int64 rows.
+
+        Returns:
+            None where the kernels do not take the step.
+        """
+        head = self._head
+        if head is None or not head.is_plain:
+            return None
+        states = self._run_native(input_ids, position_ids, kept)
+        return None if states is None else Largest(*head.product.largest(states[0]))
 
     def _run_native(
         self, ids: torch.Tensor, positions: torch.Tensor, kept: int | torch.Tensor
