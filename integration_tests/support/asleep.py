@@ -1,8 +1,8 @@
 """The program with a model that takes 10 ms a step and thinks nothing: what is left is the rest.
 
 `python integration_tests/support/asleep.py serve MODEL ...` is `lora-server serve MODEL ...`, but
-each forward pass sleeps and answers with fixed random logits, or the largest of them. It takes 10 ms
-where nothing else runs: what the timer adds to a sleep is measured at the start, and left out.
+each forward pass sleeps and answers with fixed random logits, or the largest of them. It takes
+10 ms where nothing else runs: what the timer adds to a sleep is measured at the start and left out.
 """
 
 from __future__ import annotations
