@@ -367,6 +367,19 @@ if has_tiles():
             check(served.step([row])[0], served.expected(row.adapters, prompt))
         assert served.stack.num_calls == before + 4
 
+    def test_steps_of_adapters_that_come_again_answer_as_before(served: Served) -> None:
+        uses = [USES[0], (), USES[2], (("a", 1.0),), (("a", 0.5), ("b", 1.5))]
+        rows = [
+            Row(sequence=i, adapters=use, context=0, tokens=tokens(count, i))
+            for i, (use, count) in enumerate(zip(uses, (9, 17, 9, 4, 9), strict=True))
+        ]
+        exact = [served.expected(row.adapters, row.tokens) for row in rows]
+        for group in ([0], [1], [2], [3], [4], [0, 1], [3, 1], [2], [0], [4], [1], [0, 2], [2, 3]):
+            for logits, number in zip(
+                served.step([rows[number] for number in group]), group, strict=True
+            ):
+                check(logits, exact[number])
+
     def test_an_adapter_with_a_bias_takes_only_its_own_steps_out_of_the_kernel(
         tmp_path: Path,
     ) -> None:

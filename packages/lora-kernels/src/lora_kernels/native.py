@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from lora_kernels._native.compiler import default_cache_dir, headers_dir, load_library
 from lora_kernels._native.kernels import native_kernels
-from lora_kernels._native.linear import lora_addresses
+from lora_kernels._native.linear import lora_addresses, step_address
 from lora_kernels._native.product import PackedProduct
 from lora_kernels.errors import BackendUnavailableError
 
@@ -19,6 +19,7 @@ __all__ = [
     "headers_dir",
     "load_library",
     "lora_addresses",
+    "step_address",
     "why_not_native",
 ]
 

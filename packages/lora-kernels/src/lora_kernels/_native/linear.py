@@ -10,6 +10,7 @@ Letters: `T` tokens, `E` entries, `G` segments, `N` slots, `P` slices, `I` in, `
 
 from __future__ import annotations
 
+import ctypes
 from typing import TYPE_CHECKING
 
 import torch
@@ -82,8 +83,10 @@ def lora_addresses(
 ) -> tuple[int, int] | None:
     """Return where `lora::Module` and `lora::Step` are, for kernels that add the pairs themselves.
 
-    They stay there while `weights` and `routing` live. None where the pairs are not all that a slot
-    of the step adds, or where the kernel does not take them: see `can_apply`.
+    They stay there while `weights` and `routing` live; the first one, and whether there are any,
+    depends on nothing of the routing but its slots and its kind of entries. None where the pairs
+    are not all that a slot of the step adds, or where the kernel does not take them: see
+    `can_apply`.
     """
     more = weights.gain_slots | weights.bias_slots
     if more and any(segment.slot in more for segment in routing.segments):
@@ -121,15 +124,20 @@ def module_table(weights: StackedWeights) -> Table:
     return table
 
 
-def step_table(routing: Routing) -> Table:
+def step_address(routing: Routing) -> int:
+    """Return where `lora::Step` of a routing is, as long as the routing lives."""
+    return step_table(routing)[0]
+
+
+def step_table(routing: Routing) -> tuple[int, list[object]]:
     """Return the address of `Step` of lora.cpp, made once a step, and what must live as long."""
-    table: Table | None = routing.derived.get(step_table)
+    table: tuple[int, list[object]] | None = routing.derived.get(step_table)
     if table is None:
         names = (routing.token_idx, routing.scales, routing.seg_indptr, routing.seg_slots)
         tensors = [tensor.contiguous() for tensor in names]
         addresses = [tensor.data_ptr() for tensor in tensors]
         if routing.has_unit_scales:
             addresses[1] = 0
-        fields = torch.tensor([*addresses, len(routing.segments)])
-        table = routing.derived[step_table] = fields.data_ptr(), [fields, *tensors]
+        fields = (ctypes.c_int64 * 5)(*addresses, len(routing.segments))
+        table = routing.derived[step_table] = ctypes.addressof(fields), [fields, *tensors]
     return table

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
+
+from lora_kernels import Routing
+from lora_kernels.native import step_address
 
 from .decoder_parts import PackedFields, packed_fields
 from .decoder_step import StepTable
@@ -20,7 +23,6 @@ from .decoder_step import StepTable
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from lora_kernels import Routing
     from lora_layers.step import NoRouting, RoutingCell
     from lora_server.model.attention import PagedAttention
     from lora_server.model.kv_cache import KvCache
@@ -42,6 +44,21 @@ class _Layer(ctypes.Structure):
         *((f"{name}_epsilon", ctypes.c_float) for name in _NORMS),
         ("scaling", ctypes.c_float),
     )
+
+
+class _Slots(NamedTuple):
+    """What all projections say of the slots of a routing."""
+
+    are_possible: list[bool]
+    """For each layer, whether the kernel can add what they do."""
+    are_read: bool
+    """Whether any projection has something of theirs."""
+    fields: bytes
+    """The layers with the addresses of their slots."""
+
+
+_MAX_KNOWN = 64
+"""Sets of slots whose addresses are kept."""
 
 
 class DecoderStack:
@@ -79,6 +96,8 @@ class DecoderStack:
         self._cache: KvCache | None = None
         self._routing: Routing | NoRouting | None = None
         self._num_writes = -1
+        self._known: dict[object, _Slots] = {}
+        """What was found for the slots of earlier routings, until one of them is written."""
         self._are_possible: list[bool] = []
         self._routing_address = 0
 
@@ -165,17 +184,40 @@ class DecoderStack:
         self._num_writes = -1
 
     def _find_slots(self, num_rows: int) -> None:
+        """Find out what the step's adapters add to each projection."""
+        routing, num_writes = self._cell.active, self._cell.num_writes
+        if num_writes != self._num_writes or len(self._known) == _MAX_KNOWN:
+            self._known.clear()
+        key = _kind_of(routing, num_rows)
+        if key not in self._known:
+            self._known[key] = self._ask(num_rows)
+        found = self._known[key]
+        ctypes.memmove(self._fields, found.fields, len(found.fields))
+        self._are_possible = found.are_possible
+        is_read = found.are_read and isinstance(routing, Routing)
+        self._routing_address = step_address(cast("Routing", routing)) if is_read else 0
+        self._routing, self._num_writes = routing, num_writes
+
+    def _ask(self, num_rows: int) -> _Slots:
         """Ask each projection what the step's adapters add to it."""
-        self._are_possible = []
-        self._routing_address = 0
+        are_possible, are_read = [], False
         for fields, parts in zip(self._fields, self._layers, strict=True):
             found = [part.adapter_addresses(num_rows) for part in parts.projections]
-            self._are_possible.append(None not in found)
+            are_possible.append(None not in found)
             for place, pair in enumerate(found):
-                module, routing = pair or (0, 0)
+                module = pair[0] if pair else 0
                 fields.slots[place] = module or None
-                self._routing_address = self._routing_address or routing
-        self._routing, self._num_writes = self._cell.active, self._cell.num_writes
+                are_read |= bool(module)
+        return _Slots(are_possible, are_read, bytes(self._fields))
+
+
+def _kind_of(routing: Routing | NoRouting | None, num_rows: int) -> object:
+    """Return all of a routing that the projections' answers depend on."""
+    if not isinstance(routing, Routing):
+        return type(routing)
+    slots = tuple(segment.slot for segment in routing.segments)
+    is_plain = routing.has_repeated_tokens, routing.is_padded, routing.num_tokens == num_rows
+    return slots, is_plain
 
 
 @dataclass(slots=True, eq=False)
