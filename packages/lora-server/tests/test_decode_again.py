@@ -101,6 +101,28 @@ def test_tensors_of_a_step_that_is_the_same_object_have_not_moved() -> None:
     assert 1 < len(seen) < 20
 
 
+def test_on_another_device_each_step_has_tensors_of_the_right_sizes_there() -> None:
+    bench = Bench(budget=64)
+    for prompt in (1, 3, 30):
+        bench.add(prompt, 60)
+    meta = torch.device("meta")
+    builder = BatchBuilder(block_size=BLOCK_SIZE, device=meta)
+    scheduled(bench)
+
+    for _ in range(20):
+        chunks = bench.scheduler.schedule()
+        batch = builder.build(chunks)
+        step = batch.attention
+        assert batch.input_ids.shape == batch.position_ids.shape == (1, 3)
+        assert step.token_slots.shape == (3,)
+        lengths = sorted(chunk.sequence.num_computed // BLOCK_SIZE + 1 for chunk in chunks)
+        assert max(group.blocks_per_sequence for group in step.decode) == lengths[-1]
+        for group in step.decode:
+            assert group.blocks.shape == (group.num_sequences * group.blocks_per_sequence,)
+            assert {group.blocks.device, group.positions.device} == {meta}
+        advance(chunks)
+
+
 def test_the_plan_is_kept_while_sequences_begin_blocks() -> None:
     bench = Bench(budget=64)
     sequences = [bench.add(4, 40), bench.add(6, 40)]
