@@ -20,7 +20,7 @@ from lora_server.engine.kv import BlockPool
 from lora_server.engine.messages import FinishReason, PromptLogprobs, RequestFailed, SequenceOutput
 from lora_server.engine.request import AdapterUse, GenerationRequest, SamplingParams
 from lora_server.engine.scheduler import SchedulerLimits
-from lora_server.engine.step import EngineCore, EngineStats
+from lora_server.engine.step import EngineCore
 from lora_server.engine.usage import AdapterUsage
 from lora_server.errors import NotReadyError, UnknownAdapterError
 from lora_server.model.attention import PagedAttention
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from lora_server.engine.messages import EngineOutput
+    from lora_server.engine.stats import EngineStats
     from lora_weights import Adapter
 
 Adapters = dict[str, "Adapter"]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from .admission import AdapterAdmission
-    from .step import EngineStats
+    from .stats import EngineStats
     from .usage import AdapterUsage
 
 R = TypeVar("R")

@@ -26,7 +26,7 @@ from .pooling_request import PoolingOutput
 
 if TYPE_CHECKING:
     from .request import GenerationRequest
-    from .step import EngineStats
+    from .stats import EngineStats
 
 _log = logging.getLogger(__name__)
 

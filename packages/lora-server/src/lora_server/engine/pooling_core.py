@@ -21,7 +21,7 @@ from .pooling_batch import build_batches
 from .pooling_request import PoolingOutput
 from .pooling_scheduler import PoolingLimits, PoolingScheduler
 from .pooling_sequence import PoolingSequence
-from .step import EngineStats
+from .stats import EngineStats
 from .usage import count_usage
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""One step: schedule, route, forward, sample, emit. The engine without its thread.
+"""One step: schedule, compute, emit. The engine without its thread.
 
 A step that fails is tried again one sequence at a time, so that only the sequence at fault ends.
 """
@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import logging
 import secrets
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from lora_server.errors import EngineError
 from lora_server.logs import log_fields
-from lora_server.model.greedy import find_largest
 
-from .batch import BatchBuilder
 from .claims import SlotClaim
-from .logprobs import token_logprobs
+from .compute import StepComputer
 from .messages import (
     EngineOutput,
     FinishReason,
@@ -27,23 +24,22 @@ from .messages import (
     SequenceOutput,
     TokenLogprob,
 )
-from .sampler import SampledToken, Sampler, SamplerRow
 from .scheduler import ScheduledChunk, Scheduler, SchedulerLimits
 from .sequence import SequenceState
+from .stats import EngineStats
 from .usage import count_usage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from concurrent.futures import Future
 
-    from lora_cache import CacheStats
-    from lora_server.model.greedy import Largest
     from lora_server.model.load import LoadedModel
 
     from .admission import AdapterAdmission
     from .kv import BlockPool
     from .request import GenerationRequest
-    from .step_batch import LogitsRows, StepRows
+    from .sampler import SampledToken
+    from .step_batch import StepRows
     from .usage import AdapterUsage
 
 _log = logging.getLogger(__name__)
@@ -51,39 +47,6 @@ _log = logging.getLogger(__name__)
 _WRITING_SHARE = 0.2
 """Part of a step's time that may be spent on writing adapter slots before the next one."""
 _MIN_WRITING_S = 0.002
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineStats:
-    """Numbers of the engine at one moment; counters grow from the start."""
-
-    num_running: int
-    num_waiting: int
-    num_waiting_for_slot: int
-    """Of the waiting ones, those that lack nothing but an adapter slot."""
-    num_waiting_for_load: int
-    """Of the waiting ones, those whose adapters are being read."""
-    kv_blocks_total: int
-    kv_block_size: int
-    """Tokens of a block."""
-    kv_blocks_used: int
-    kv_blocks_kept: int
-    """Without a user, but findable by what they hold."""
-    prefix_queries: int
-    """Prompt tokens looked up in the prefix cache."""
-    prefix_hits: int
-    """Prompt tokens found there."""
-    preemptions: int
-    prompt_tokens: int
-    generated_tokens: int
-    running_adapters: tuple[str, ...]
-    """Digests, sorted."""
-    waiting_adapters: tuple[str, ...]
-    """Digests, sorted."""
-    slots_total: int
-    slots_used: int
-    cache: CacheStats | None
-    """None when LoRA is switched off."""
 
 
 class EngineCore:
@@ -115,8 +78,11 @@ class EngineCore:
         """See `Core`."""
         self._last_step_s = 0.0
         """What the last forward pass and its sampling took."""
-        self._batches = BatchBuilder(block_size=limits.block_size, device=model.device)
-        self._sampler = Sampler()
+        self._computer = StepComputer(
+            model,
+            None if adapters is None else adapters.manager,
+            block_size=limits.block_size,
+        )
         self._requests: dict[str, list[SequenceState]] = {}
         self._prompt_tokens = 0
         self._generated_tokens = 0
@@ -292,85 +258,16 @@ class EngineCore:
         riders: tuple[ScheduledChunk, ...] = (),
         collect: Callable[[torch.Tensor, StepRows], StepRows] | None = None,
     ) -> list[EngineOutput]:
-        """Compute and sample; nothing of the sequences changes before both have succeeded.
-
-        Args:
-            chunks: what the scheduler chose.
-            riders: what is computed with them and belongs to no request.
-            collect: takes the riders' logits, and returns the rows without them.
-        """
-        batch = self._batches.build((*chunks, *riders) if riders else chunks)
-        rows = batch.rows
-        if self.adapters is not None:
-            self.adapters.manager.set_routing(rows.token_runs, rows.logits_runs)
-        self.before_forward()
-        inputs = batch.input_ids, batch.position_ids, batch.attention, rows.logits_idx
-        if rows.is_plain:
-            token_ids = _finite(self.model.forward_greedy(*inputs))
-            return self._advance_plain(rows.sampled, token_ids)
-        logits = self.model.forward(*inputs)
-        if collect is not None:
-            rows = collect(logits, rows)
-        sampled = self._sample(logits, rows)
-        for prompt_rows in rows.logits_rows:
-            if prompt_rows.num_prompt_rows:
-                self._score_prompt(logits, prompt_rows)
-        return self._advance(rows, sampled)
-
-    def _sample(self, logits: torch.Tensor, rows: StepRows) -> dict[SequenceState, SampledToken]:
-        """Choose a token for each sequence whose last token was computed."""
-        sequences = rows.sampled
-        if not sequences:
-            return {}
-        if len(sequences) != logits.shape[0]:
-            logits = logits[list(rows.sampled_idx)]
-        token_ids = _finite(find_largest(logits, self.model.attention.kernels))
-        sampled = dict(zip(sequences, map(SampledToken, token_ids), strict=True))
-        shaped = [i for i, sequence in enumerate(sequences) if not sequence.is_plain]
-        if shaped:
-            sampled.update(self._draw(logits, [sequences[i] for i in shaped], shaped))
-        return sampled
-
-    def _draw(
-        self, logits: torch.Tensor, sequences: Sequence[SequenceState], idx: list[int]
-    ) -> dict[SequenceState, SampledToken]:
-        """Choose the tokens of those that want more than the largest logit."""
-        wanted = logits if len(idx) == logits.shape[0] else logits[idx]
-        tokens = self._sampler.sample(wanted, [self._sampler_row(s) for s in sequences])
-        return dict(zip(sequences, tokens, strict=True))
-
-    def _sampler_row(self, sequence: SequenceState) -> SamplerRow:
-        return SamplerRow(
-            sampling=sequence.sampling,
-            prompt_token_ids=sequence.request.prompt_token_ids,
-            output_token_ids=sequence.output_token_ids(),
-            generator=sequence.generator,
-            end_token_ids=self.model.end_token_ids,
-        )
-
-    def _score_prompt(self, logits: torch.Tensor, rows: LogitsRows) -> None:
-        """Add the log-probabilities of the prompt tokens that these rows predict."""
-        sequence = rows.sequence
-        num_top = sequence.sampling.prompt_logprobs
-        assert num_top is not None
-        known = len(sequence.prompt_logprobs)
-        skipped = max(known - sequence.num_computed, 0)  # scored before a preemption
-        first = sequence.num_computed + skipped
-        count = rows.num_prompt_rows - skipped
-        if count <= 0:
-            return
-        row = rows.first + skipped
-        scored = token_logprobs(
-            logits[row : row + count],
-            sequence.token_ids[first + 1 : first + 1 + count],
-            num_top,
-        )
-        sequence.prompt_logprobs.extend(scored)
+        """Compute and sample; nothing of the sequences changes before both have succeeded."""
+        step = self._computer.compute(chunks, riders, collect, before_forward=self.before_forward)
+        if step.token_ids is not None:
+            return self._advance_plain(step.rows.sampled, step.token_ids)
+        return self._advance(step.rows, step.sampled)
 
     def _advance(
         self,
         rows: StepRows,
-        sampled: dict[SequenceState, SampledToken],
+        sampled: Mapping[SequenceState, SampledToken],
     ) -> list[EngineOutput]:
         """Record what was computed and say what is new."""
         outputs: list[EngineOutput] = []
@@ -474,13 +371,6 @@ def _generator(request: GenerationRequest, index: int) -> torch.Generator | None
     generator = torch.Generator()
     generator.manual_seed((secrets.randbits(63) if seed is None else seed + index) % 2**63)
     return generator
-
-
-def _finite(largest: Largest) -> list[int]:
-    """Return the tokens that were chosen, if the logits are such that one can choose."""
-    if not largest.is_finite:
-        raise EngineError("the model's output is not a finite number")
-    return largest.token_ids
 
 
 def _digests(sequences: Sequence[SequenceState]) -> tuple[str, ...]:
