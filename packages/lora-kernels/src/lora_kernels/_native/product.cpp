@@ -88,7 +88,7 @@ extern "C" int product_largest(const bf16* packed, const bf16* x, int64_t x_stri
   }
   for (int64_t t = 0; t < num_rows; ++t) {
     places[t] = best[t].place;
-    are_finite &= product::Choosing::is_finite(best[t]);
+    are_finite &= ordered::is_finite(best[t].order);
   }
   return are_finite;
 #else

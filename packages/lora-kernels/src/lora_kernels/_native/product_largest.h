@@ -3,16 +3,16 @@
 
 #pragma once
 
+#include "ordered.h"
 #include "product.h"
 
-#include <algorithm>
 #include <vector>
 
 namespace product {
 
 // The first place of a row's largest output, rounded to bfloat16. Places are compared last.
 struct Largest {
-  int16_t order = INT16_MIN;  // of the numbers' bits, see `ordered`
+  int16_t order = INT16_MIN;  // see ordered.h
   int64_t place = 0;
 
   bool is_less(const Largest& other) const {
@@ -31,11 +31,7 @@ class Choosing {
   std::vector<Largest> rows;
 
   // Whether no output was NaN.
-  bool are_numbers() const { return largest(sizes) <= INFINITE; }
-
-  static bool is_finite(const Largest& row) {
-    return row.order < INFINITE && row.order > (int16_t)~INFINITE;
-  }
+  bool are_numbers() const { return ordered::are_numbers(sizes); }
 
   void begin_rows(const Task&, int64_t, int64_t) {}
 
@@ -50,31 +46,12 @@ class Choosing {
   }
 
  private:
-  static constexpr int64_t SIZE = 32;
-  static constexpr int16_t INFINITE = 0x7f80;
-
   __m512i sizes = _mm512_setzero_si512();
-
-  // Bits of bfloat16 -> integers in the order of the numbers; 0 and -0 are equal.
-  static __m512i ordered(__m512i bits) {
-    constexpr int XOR_AND = 0x78;  // a ^ (b & c)
-    const __m512i rest = _mm512_set1_epi16(0x7fff), negative_zero = _mm512_set1_epi16(-1);
-    __m512i sign = _mm512_srai_epi16(bits, 15);
-    __m512i order = _mm512_ternarylogic_epi32(bits, sign, rest, XOR_AND);
-    return _mm512_maskz_mov_epi16(_mm512_cmpneq_epi16_mask(order, negative_zero), order);
-  }
-
-  static int16_t largest(__m512i numbers) {
-    alignas(LINE) int16_t all[SIZE];
-    _mm512_store_si512(all, numbers);
-    return *std::max_element(all, all + SIZE);
-  }
 
   // One tile of rows and one or two tiles of outputs.
   void look(const Task& t, const Sums* sums, int64_t row_tile, int64_t out_tile,
             int64_t out_count) {
     const __m512 lowest = _mm512_set1_ps(-__builtin_inff());
-    const __m512i size = _mm512_set1_epi16(0x7fff);
     int64_t column = out_tile * TILE;
     const float* bias = t.p.bias ? t.p.bias + column : nullptr;
     __m512 left = bias ? _mm512_loadu_ps(bias) : _mm512_setzero_ps();
@@ -85,12 +62,11 @@ class Choosing {
       __m512 high = lowest;
       if (out_count == 2) high = _mm512_add_ps(_mm512_load_ps(sums[1] + i * TILE), right);
       __m512i bits = (__m512i)_mm512_cvtne2ps_pbh(high, low);
-      sizes = _mm512_max_epi16(sizes, _mm512_and_si512(bits, size));
-      __m512i order = ordered(bits);
+      sizes = ordered::larger_sizes(sizes, bits);
+      __m512i order = ordered::from_bits(bits);
       if (!_mm512_cmpgt_epi16_mask(order, _mm512_set1_epi16(row.order))) continue;
-      row.order = largest(order);
-      __mmask32 are_equal = _mm512_cmpeq_epi16_mask(order, _mm512_set1_epi16(row.order));
-      row.place = column + __builtin_ctz(are_equal);
+      row.order = ordered::largest(order);
+      row.place = column + ordered::first_place(order, row.order);
     }
   }
 };

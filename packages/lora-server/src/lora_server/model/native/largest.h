@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "simd.h"
+#include "ordered.h"
 
 namespace rows {
 
@@ -37,69 +37,43 @@ Largest find_largest_value(const T* x, int64_t width) {
   return {is_finite ? _mm512_mask_reduce_min_epi32(are_equal, places) : 0, is_finite};
 }
 
-// bfloat16 by its bits, 32 at once: those of positive numbers have the order of their values, and
-// those of negative ones have it once all but the sign are turned over.
-struct Bits {
-  static constexpr int64_t SIZE = 32, BLOCK = 64 * SIZE;
-  static constexpr int64_t AHEAD = 1024;  // numbers
-  static constexpr int16_t INFINITE = 0x7f80;
+// Numbers between two looks at what is the largest so far, and numbers asked for ahead.
+constexpr int64_t BLOCK = 64 * ordered::SIZE, AHEAD = 1024;
 
-  static __m512i ordered(__m512i bits) {
-    constexpr int XOR_AND = 0x78;  // a ^ (b & c)
-    __m512i sign = _mm512_srai_epi16(bits, 15);
-    return _mm512_ternarylogic_epi32(bits, sign, _mm512_set1_epi16(0x7fff), XOR_AND);
-  }
-
-  static int16_t largest(__m512i numbers) {
-    alignas(64) int16_t all[SIZE];
-    _mm512_store_si512(all, numbers);
-    return *std::max_element(all, all + SIZE);
-  }
-
-  // The first place of a number in a row that has it, from `begin` on.
-  static int64_t find(const bf16* x, int64_t begin, int16_t number) {
-    for (int64_t i = begin;; i += SIZE) {
-      __m512i order = ordered(_mm512_loadu_si512(x + i));
-      __mmask32 are_equal = _mm512_cmpeq_epi16_mask(order, _mm512_set1_epi16(number));
-      if (are_equal) return i + __builtin_ctz(are_equal);
-    }
-  }
-};
-
-// Rows side by side, `width` a multiple of `Bits::SIZE`: memory that is in no near cache answers
-// several streams of requests sooner than one. 64 rows of 49152 took a sixth less time by fours.
+// bfloat16 by its bits, 32 at once; `width` is a multiple of that. Rows side by side: memory that is
+// in no near cache answers several streams of requests sooner than one. 64 rows of 49152 took a
+// sixth less time by fours.
 template <int ROWS>
 bool find_largest_bits(const bf16* x, int64_t stride, int64_t width, int64_t* places) {
-  const __m512i magnitude = _mm512_set1_epi16(0x7fff);
   __m512i sizes = _mm512_setzero_si512();
   int16_t best[ROWS];
   int64_t block[ROWS] = {};  // the first one with the best number
   std::fill_n(best, ROWS, INT16_MIN);
-  for (int64_t begin = 0; begin < width; begin += Bits::BLOCK) {
+  for (int64_t begin = 0; begin < width; begin += BLOCK) {
     __m512i most[ROWS];
     for (__m512i& row : most) row = _mm512_set1_epi16(INT16_MIN);
-    for (int64_t i = begin; i < std::min(begin + Bits::BLOCK, width); i += Bits::SIZE)
+    for (int64_t i = begin; i < std::min(begin + BLOCK, width); i += ordered::SIZE)
       for (int r = 0; r < ROWS; ++r) {
         const bf16* here = x + r * stride + i;
-        prefetch<1>(here + Bits::AHEAD);
+        prefetch<1>(here + AHEAD);
         __m512i bits = _mm512_loadu_si512(here);
-        sizes = _mm512_max_epi16(sizes, _mm512_and_si512(bits, magnitude));
-        most[r] = _mm512_max_epi16(most[r], Bits::ordered(bits));
+        sizes = ordered::larger_sizes(sizes, bits);
+        most[r] = _mm512_max_epi16(most[r], ordered::from_bits(bits));
       }
     for (int r = 0; r < ROWS; ++r) {
-      int16_t found = Bits::largest(most[r]);
+      int16_t found = ordered::largest(most[r]);
       if (found > best[r]) best[r] = found, block[r] = begin;
     }
   }
-  bool are_finite = Bits::largest(sizes) <= Bits::INFINITE;  // no NaN
-  for (int r = 0; r < ROWS; ++r)
-    are_finite &= best[r] < Bits::INFINITE && best[r] > (int16_t)~Bits::INFINITE;
-  for (int r = 0; r < ROWS && are_finite; ++r) {
-    const bf16* row = x + r * stride;
-    bool is_zero = best[r] == 0 || best[r] == -1;  // 0 and -0 are equal, but not their bits
-    places[r] =
-        is_zero ? find_largest_value(row, width).place : Bits::find(row, block[r], best[r]);
-  }
+  bool are_finite = ordered::are_numbers(sizes);
+  for (int r = 0; r < ROWS; ++r) are_finite &= ordered::is_finite(best[r]);
+  for (int r = 0; r < ROWS && are_finite; ++r)
+    for (int64_t i = block[r];; i += ordered::SIZE) {
+      __m512i order = ordered::from_bits(_mm512_loadu_si512(x + r * stride + i));
+      if (!_mm512_cmpeq_epi16_mask(order, _mm512_set1_epi16(best[r]))) continue;
+      places[r] = i + ordered::first_place(order, best[r]);
+      break;
+    }
   return are_finite;
 }
 
@@ -109,7 +83,7 @@ bool find_largest(const T* x, int64_t stride, int64_t num_rows, int64_t width, i
   bool are_finite = true;
   int64_t t = 0;
   if constexpr (std::is_same_v<T, bf16>)
-    if (width % Bits::SIZE == 0) {
+    if (width % ordered::SIZE == 0) {
       for (; t + 4 <= num_rows; t += 4)
         are_finite &= find_largest_bits<4>(x + t * stride, stride, width, places + t);
       for (; t < num_rows; ++t)
