@@ -57,6 +57,9 @@ def route_runs(
         num_slots: slots of the stacked weights.
         device: where the operators will run.
 
+    Returns:
+        As `build_routing`: entries sorted by slot, then by token.
+
     Raises:
         KernelArgumentError: a length is negative, or a slot or scale is out of range.
     """
@@ -75,9 +78,7 @@ def route_runs(
         _tensor(bounds, torch.int64),
         _tensor(array("q", sorted(pieces)), torch.int64),
         segments=tuple(segments),
-        has_unit_scales=all(
-            scale == 1 for own in pieces.values() for p in own for scale in p.scales
-        ),
+        has_unit_scales=not any(piece.is_scaled for own in pieces.values() for piece in own),
         has_repeated_tokens=any(length > 0 and len(pairs) > 1 for length, pairs in runs),
         mixed_slots=frozenset(mixed),
         num_tokens=num_tokens,

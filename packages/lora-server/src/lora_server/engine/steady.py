@@ -28,7 +28,7 @@ class SteadyPlan:
         self.chunks = chunks
         self._charges = tuple(Counter(s.adapter_digests for s, _ in chunks).items())
         self._growing: list[list[SequenceState]] = [[] for _ in range(block_size)]
-        """Who needs a block in every so-manieth step, beginning with the next one."""
+        """Who begins a block in the next step, in the one after it, and so on; then again."""
         for sequence, _ in chunks:
             self._growing[-(sequence.num_computed + 1) % block_size].append(sequence)
         self._at = 0
